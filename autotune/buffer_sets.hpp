@@ -16,8 +16,8 @@ struct BufferSet {
 
 /// How many times the bytes of the last cache are touched before a copy's turn comes again.
 inline constexpr std::int64_t kColdCaches = 3;
-/// What all copies may take, unless there is only one. Each counts for kLeastSetBytes, if it is smaller: it costs allocations and a share
-/// of a graph.
+/// Most bytes of all copies, unless there is only one. Each copy counts for kLeastSetBytes, if it is smaller: it costs allocations and a
+/// share of a graph.
 inline constexpr std::int64_t kMostSetBytes = std::int64_t{2} << 30;
 inline constexpr std::int64_t kLeastSetBytes = std::int64_t{4} << 20;
 

@@ -9,7 +9,7 @@
 
 namespace flce {
 
-/// What compile_candidates did.
+/// Counts of compile_candidates.
 struct CompiledCandidates {
     std::size_t candidates = 0;
     std::size_t failed = 0;

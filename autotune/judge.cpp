@@ -53,7 +53,7 @@ Verdict Judge::retained_grad_weight(const NormPair& norms, std::int64_t num_toke
 }
 
 Verdict Judge::grad_weight(const NormPair& norms, const LogitGradientSizes& sizes) const {
-    constexpr std::int64_t kLongestSum = 384;  // of terms added one after the other, in any plan
+    constexpr std::int64_t kLongestSum = 384;  // most terms that are added one after the other, in any plan
     const Verdict verdict = gradient(norms, &sizes);
     if (sizes.grad_weight_terms == 0 || norms.kernel.reference2 == 0 || sizes.gradients == 0) return verdict;
     // Where terms cancel, as those of a calibrated model do, what tokens' errors have in common does not.

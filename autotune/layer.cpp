@@ -33,7 +33,7 @@ std::uint64_t hash(std::uint64_t x) {
 /// Sum of four uniform 16-bit numbers, standardised: close enough to a normal distribution, and a hash a number.
 float near_normal(std::uint64_t bits) {
     const auto sum = static_cast<std::int64_t>((bits & 0xffff) + (bits >> 16 & 0xffff) + (bits >> 32 & 0xffff) + (bits >> 48));
-    constexpr double kDeviation = 37837.2;  // of the sum: 65536 · sqrt(4 / 12)
+    constexpr double kDeviation = 37837.2;  // standard deviation of the sum: 65536 · sqrt(4 / 12)
     return static_cast<float>(static_cast<double>(sum - std::int64_t{2} * 65535) / kDeviation);
 }
 
@@ -88,7 +88,7 @@ void add_random_teacher(const Spec& spec, RandomLayer& layer, std::uint64_t seed
     }
 }
 
-/// What shards have of `num_tokens` tokens that have found nothing.
+/// Sums of shards that have found nothing for `num_tokens` tokens.
 std::vector<float> sums_of_nothing(const Spec& spec, std::int64_t num_tokens, std::int64_t shards) {
     constexpr float kInfinity = std::numeric_limits<float>::infinity();
     const ShardFields fields = shard_fields(spec);
@@ -124,7 +124,7 @@ void add_shard_outputs(const Spec& spec, DeviceRef device, std::int64_t num_toke
     if (spec.label_smoothing > 0) outputs.class_weight_total = make_tensor("class_weight_total", device, ScalarType::fp32, {});
 }
 
-/// Those of a call's tensors that the pass has, under the names that they have among inputs and outputs.
+/// Takes the tensors of a call that the pass has, under the names that they have among inputs and outputs.
 template <class Args, class Inputs, class Outputs>
 Args args_of(const Inputs& inputs, const Outputs& outputs, const CallOptions& options) {
     Args args{.ignore_index = options.ignore_index, .reduction = options.reduction};
@@ -304,7 +304,7 @@ RandomLayer make_random_layer(const Spec& spec, std::int64_t num_tokens, const R
     }
     if (spec.teacher_top_k > 0) add_random_teacher(spec, layer, seed + 12);
     if (options.upstream) {
-        // Of the size that the loss's own gradient has, so that every term is seen in the result.
+        // upstream gradients as large as the loss's own, so that every term is seen in the result
         const bool mean = options.reduction == Reduction::mean || options.reduction == Reduction::weighted_mean;
         const double share = mean ? 1.0 / std::max(1.0, static_cast<double>(num_tokens)) : 1.0;
         if (spec.outputs.loss && options.reduction == Reduction::none)

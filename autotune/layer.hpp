@@ -49,8 +49,8 @@ struct LayerInputs {
 struct LayerOutputs {
     Tensor loss, z_loss, lse, logprob, entropy, top1, log_sum_sq_probs, teacher_logprobs;
     Tensor grad_hidden, grad_weight, grad_bias;
-    /// Of a shard, which is the first of as many as the whole vocabulary has, and the others have found nothing: partial_sums is the
-    /// beginning of all_partial_sums.
+    /// A shard's outputs. The shard is the first of as many as the whole vocabulary has, and the others have found nothing: partial_sums is
+    /// the beginning of all_partial_sums.
     Tensor partial_sums, all_partial_sums, target_class_weight, class_weight_total;
 };
 

@@ -115,7 +115,7 @@ Retained MeasuredLayer::retained_by(const Runnable& runnable, const LayerOutputs
 
 void MeasuredLayer::reserve(const char* name, std::unique_ptr<Scratch>& memory, std::size_t& have, std::size_t wanted) {
     if (wanted <= have && memory != nullptr) return;
-    drop_samples();  // which know the memory by its address
+    drop_samples();  // samples know the memory by its address
     memory.reset();  // before there is more of it
     memory = std::make_unique<Scratch>(name, device_, wanted);
     have = wanted;
@@ -127,7 +127,7 @@ void MeasuredLayer::drop_samples() {
 
 void MeasuredLayer::add_to_runs(std::function<void(Stream)> work) {
     added_work_ = std::move(work);
-    drop_samples();  // which are of runs without it
+    drop_samples();  // samples have recorded runs without it
 }
 
 void MeasuredLayer::run(const Runnable& runnable, std::size_t which, Stream stream) const {
@@ -141,7 +141,7 @@ void MeasuredLayer::run(const Runnable& runnable, std::size_t which, Stream stre
     if (added_work_) added_work_(stream);
 }
 
-/// Bytes that are NaN in every dtype: what is not written shows.
+/// Fills outputs with bytes that are NaN in every dtype: elements that are not written show.
 void MeasuredLayer::poison() {
     LayerOutputs& out = sets_.front().outputs;
     const std::byte bytes = std::byte{0xff};
@@ -229,7 +229,7 @@ std::string MeasuredLayer::against_reference(const Sample& sample) {
     if (first_ == nullptr) compare_rows(*reference_, *yardstick_, grad_weight);
     const Judge judge(spec.dtype, kRandomLogitDeviation * std::sqrt(static_cast<double>(spec.hidden_size)));
     const auto verdict = [&](const char* name, const Verdict& v) {
-        // Of a few rows' worth of numbers: what chance does to so small a sample is not what is looked for.
+        // the sample has a few rows: chance may double the error of so small a sample, which is not a fault
         constexpr double kSmallSample = 2;
         return v.error <= kSmallSample * v.bound
                    ? ""

@@ -1,4 +1,4 @@
-// What a tuning worker measures: one layer on one device, run with any plan, checked and timed.
+// The layer that a tuning worker measures: one layer on one device, run with any plan, checked and timed.
 #pragma once
 
 #include <functional>
@@ -33,7 +33,7 @@ public:
         std::string wrong;  ///< empty: every output is right
         std::int64_t workspace_bytes = 0;
         std::int64_t retained_bytes = 0;
-        std::int64_t compiled = 0;  ///< that no cache had
+        std::int64_t compiled = 0;  ///< artifacts that no cache had
     };
     /// Runs the plan into poisoned outputs. Samples of tokens and vocabulary rows are held against fp64, and a spread of all rows against
     /// the first plan that was right. Throws what get_kernel does.
@@ -46,11 +46,11 @@ public:
     [[nodiscard]] DeviceRef device() const { return device_; }
 
     // For tests of the process that asks.
-    /// The next run's results are what `how` makes of them.
+    /// Has `how` change the next run's results.
     void spoil_results(std::function<void(LayerOutputs&)> how) { spoil_ = std::move(how); }
     /// From now on every run submits `work` to its stream, behind its own.
     void add_to_runs(std::function<void(Stream)> work);
-    /// As if the driver could not have the next sample in a graph.
+    /// Makes the next sample go as if the driver refused its graph.
     void refuse_graph() { refuse_ = true; }
 
 private:
@@ -58,10 +58,10 @@ private:
         std::shared_ptr<const Kernel> kernel;
         std::size_t workspace_bytes = 0;
         Retained retained;    ///< without its address
-        int repetitions = 0;  ///< of a sample; 0: not known yet
-        Recording sample;     ///< that many repetitions; made when it is first timed
+        int repetitions = 0;  ///< repetitions in a sample; 0: not known yet
+        Recording sample;     ///< recording of that many repetitions; made when it is first timed
     };
-    /// What is compared between plans: every output of a token and of the whole, and of the gradients the rows of a spread.
+    /// Numbers that are compared between plans: every output of a token and of the whole, and a spread of the gradients' rows.
     struct Sample {
         std::vector<float> lse, entropy, logprob;
         std::vector<std::pair<std::string, std::vector<float>>> outputs;
@@ -92,10 +92,10 @@ private:
     std::size_t scratch_bytes_ = 0;
     std::size_t retained_bytes_ = 0;
     std::map<std::string, Runnable> kernels_;
-    std::vector<std::int64_t> rows_;  ///< of the vocabulary that the reference has
+    std::vector<std::int64_t> rows_;  ///< rows of the vocabulary that the reference has
     std::unique_ptr<Reference> reference_;
     std::unique_ptr<Yardstick> yardstick_;
-    std::unique_ptr<Sample> first_;  ///< of the first plan that was right
+    std::unique_ptr<Sample> first_;  ///< sample of the first plan that was right
     std::function<void(LayerOutputs&)> spoil_;
     std::function<void(Stream)> added_work_;
     bool refuse_ = false;

@@ -26,7 +26,7 @@ auto allocated(std::string_view buffer, double bytes, DeviceRef device, Make&& m
         return make();
     } catch (const std::bad_alloc&) {
         throw none();
-    } catch (const std::length_error&) {  // of a vector
+    } catch (const std::length_error&) {  // thrown by a vector
         throw none();
     } catch (const DeviceError& error) {
         if (error.result() != kDeviceOutOfMemory) throw;

@@ -21,19 +21,19 @@ struct Coverage {
     bool complete = true;
 };
 
-/// As much as takes some seconds on two cores.
+/// Chooses as many tokens and rows as take some seconds on two cores.
 [[nodiscard]] Coverage plan_coverage(const Spec& spec, const RandomLayer& layer);
 
 /// Outputs that a kernel has written. Vectors are empty where the spec has no such output.
 struct WrittenOutputs {
     std::vector<float> token_loss, token_z_loss;  ///< [N], with Reduction::none
-    std::vector<float> loss, z_loss;              ///< as the problem reduces them
+    std::vector<float> loss, z_loss;              ///< losses as the problem reduces them
     std::vector<float> lse, logprob, entropy, log_sum_sq_probs;
     std::vector<float> teacher_logprobs;  ///< [N, K]
     std::vector<std::int64_t> top1;
     std::vector<double> grad_hidden, grad_bias;
     std::function<double(std::size_t)> grad_weight;    ///< an element by its place in memory: the whole need not fit as doubles
-    std::vector<double> initial_weight, initial_bias;  ///< what the gradients' memory held; empty where they are written
+    std::vector<double> initial_weight, initial_bias;  ///< contents of the gradients' memory before; empty where gradients are written
 };
 
 using Verdicts = std::vector<std::pair<std::string, Verdict>>;

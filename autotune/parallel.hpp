@@ -13,8 +13,8 @@ namespace flce {
 
 [[nodiscard]] inline int hardware_threads() { return std::max(1, static_cast<int>(std::thread::hardware_concurrency())); }
 
-/// Calls body(begin, end) for consecutive blocks of at most `block` of [0, count). Which thread runs a block varies, the blocks do not: a
-/// body that writes only what its block owns gives the same result every time. The first exception is rethrown after all threads have
+/// Calls body(begin, end) for consecutive blocks of at most `block` of [0, count). The thread that runs a block varies, the blocks do not:
+/// a body that writes only its block's own memory gives an equal result every time. The first exception is rethrown after all threads have
 /// ended.
 template <class Body>
 void parallel_blocks(std::int64_t count, std::int64_t block, const Body& body) {

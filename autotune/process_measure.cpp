@@ -11,13 +11,13 @@
 namespace flce {
 namespace {
 
-// Of the budget, what is left for the last rounds: at least, and where they need more at most.
+// Shares of the budget that are left for the last rounds: at least, and at most where the rounds need more.
 constexpr double kLeastFinalShare = 0.15;
 constexpr double kMostFinalShare = 0.5;
 constexpr double kFinalMargin = 1.25;
 /// A device that has waited for a check or a compiler is soon as it was.
 constexpr double kResume_s = 0.05;
-/// Of the budget: what one candidate may take of it, compiled or run, before it hangs.
+/// Shares of the budget that one candidate may take, compiled or run, before it hangs.
 constexpr double kCompileShare = 0.5;
 constexpr double kRunShare = 0.25;
 constexpr double kLeastPatience_s = 0.1;
@@ -199,7 +199,7 @@ Measured ProcessMeasure::time(const Plan& plan) {
 void ProcessMeasure::prepare(std::span<const Plan> plans) {
     std::vector<Json> requests;
     for (const Plan& plan : plans) requests.push_back(compile_request(target_.spec, target_.device, plan, target_.session.cache_dir));
-    // One that cannot be compiled says so itself when it is run; one whose compiler gives no answer must not be run at all.
+    // A plan that cannot be compiled reports so itself when it is run; a plan whose compiler gives no answer must not be run at all.
     const auto done = [&](std::size_t request, const Reply& reply) {
         if (reply.kind == Reply::Kind::answer && reply.answer.contains("compiled"))
             compiled_ += reply.answer["compiled"].get<std::int64_t>();
@@ -207,7 +207,7 @@ void ProcessMeasure::prepare(std::span<const Plan> plans) {
         const Outcome outcome = reply.kind == Reply::Kind::timed_out ? Outcome::hung : Outcome::faulted;
         uncompiled_[plans[request].text()] = {.outcome = outcome, .why = fmt::format("its compiler: {}", reply.why)};
     };
-    // What is not compiled when the last rounds have to begin is not asked for; the first of all is.
+    // Plans that are not compiled when the last rounds have to begin are not asked for; the first plan of all is.
     const auto give_up = [this] { return started_ ? nearly_over() : stop(); };
     if (!compilers_.run(requests, {.done = done, .stop = give_up}) && stop()) throw MeasureStopped();
 }

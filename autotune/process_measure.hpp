@@ -18,7 +18,7 @@
 
 namespace flce {
 
-/// What is measured, and how.
+/// Layer that is measured, and how.
 struct TuneTarget {
     Spec spec;
     Device device;
@@ -29,8 +29,8 @@ struct TuneTarget {
     bool retain = true;
     bool graphs = false;  ///< a sample is one CUDA graph
     double budget_s = 60;
-    double candidate_timeout_s = 30;  ///< of one check or one sample, within a share of the budget
-    double warm_up_s = 0;             ///< of a GPU
+    double candidate_timeout_s = 30;  ///< most time of one check or one sample, within a share of the budget
+    double warm_up_s = 0;             ///< time for which a GPU is warmed up
 };
 
 /// The request by which a tuning worker compiles a plan's kernels into the cache. A plan that does not compile fails again, with the
@@ -79,7 +79,7 @@ private:
     /// Until a check or a sample hangs: one that does must leave time for others.
     [[nodiscard]] double patience_s() const;
     [[nodiscard]] double sample_s() const { return samples_ == 0 ? first_sample_s_ : sampling_s_ / static_cast<double>(samples_); }
-    /// What a request comes to; throws MeasureStopped where the budget or the user ended it.
+    /// Result of a request; throws MeasureStopped where the budget or the user ended it.
     [[nodiscard]] Measured ask(const Json& request, Json& answer);
     void expect_graphs(const Json& answer) const;
 
@@ -95,11 +95,11 @@ private:
     std::map<std::string, Measured> uncompiled_;  ///< plans whose compiler hung or died
     std::size_t processes_ = 0;
     std::int64_t compiled_ = 0;
-    std::size_t reserved_samples_ = 0;  ///< for which time is left
+    std::size_t reserved_samples_ = 0;  ///< samples for which time is left
     std::set<std::string> sampled_;     ///< plans; the first sample of each takes longer than the others
     std::size_t samples_ = 0;           ///< others
-    double sampling_s_ = 0;             ///< what they took
-    double first_sample_s_ = 0;         ///< what one of a new plan took
+    double sampling_s_ = 0;             ///< seconds that these samples took
+    double first_sample_s_ = 0;         ///< seconds that a new plan's first sample took
     bool started_ = false;
     bool warm_ = false;     ///< the worker's device has been warmed up
     bool stopped_ = false;  ///< by the listener
@@ -109,11 +109,11 @@ struct MeasuredSearch {
     Record record;
     SearchResult result;
     double seconds = 0;
-    std::size_t processes = 0;  ///< that candidates ran in
+    std::size_t processes = 0;  ///< processes that candidates ran in
     std::int64_t compiled = 0;  ///< kernels and launchers that no cache had
 };
-/// search() of one record, whose times are all measured in one way: as graphs where the target's samples are to be graphs. Where the driver
-/// refuses a graph, the search begins again without graphs, in the rest of the budget. `begin` returns the record of a policy, with what is
+/// search() of one record, whose times are all measured in one way: as graphs where the target asks for graphs. Where the driver refuses a
+/// graph, the search begins again without graphs, in the rest of the budget. `begin` returns the record of a policy, with all that is
 /// known.
 [[nodiscard]] MeasuredSearch measured_search(TuneTarget target, const SearchOptions& options, const TuneListener& listener,
                                              const std::function<Record(std::string_view policy)>& begin);

@@ -14,8 +14,8 @@ namespace flce {
 namespace {
 
 constexpr std::int64_t kWeightBlock = 32;                   // vocabulary rows converted to fp64 at a time
-constexpr std::size_t kMostLogits = 1 << 22;                // of tokens that are computed together
-constexpr std::size_t kLeastLogits = std::size_t{1} << 14;  // that are worth a thread
+constexpr std::size_t kMostLogits = 1 << 22;                // logits of tokens that are computed together
+constexpr std::size_t kLeastLogits = std::size_t{1} << 14;  // logits that are worth a thread
 
 /// Eight partial sums let the compiler use vectors without reordering anything behind our back.
 template <class Real>
@@ -29,7 +29,7 @@ Real dot(const Real* a, const Real* b, std::int64_t count) {
     return ((sums[0] + sums[1]) + (sums[2] + sums[3])) + ((sums[4] + sums[5]) + (sums[6] + sums[7]));
 }
 
-/// As tensor cores add.
+/// Adds like tensor cores.
 float truncating_dot(const float* a, const float* b, std::int64_t count) {
     double sum = 0;
     for (std::int64_t begin = 0; begin < count; begin += kTensorCoreStep) {
@@ -326,7 +326,7 @@ template <class Real>
 void BasicReference<Real>::compute_tokens(std::size_t begin, std::size_t end) {
     const auto v = static_cast<std::size_t>(problem_.spec.vocab_size);
     std::vector<Logit> logits((end - begin) * v);
-    std::vector<double> lengths(v);  // of the weight's rows
+    std::vector<double> lengths(v);  // lengths of the weight's rows
     compute_logits(begin, end, logits, lengths);
     std::vector<Real> gradients(logits.size());
     const auto at_once = static_cast<std::int64_t>(kLeastLogits / v + 1);
@@ -345,7 +345,7 @@ template <class Real>
 void BasicReference<Real>::compute_logits(std::size_t begin, std::size_t end, std::span<Logit> logits, std::span<double> lengths) const {
     const std::int64_t v = problem_.spec.vocab_size;
     const std::int64_t d = problem_.spec.hidden_size;
-    constexpr std::int64_t kShares = 8;  // of a thread: some are slower than others
+    constexpr std::int64_t kShares = 8;  // shares of a thread: some threads are slower than others
     const std::int64_t share = (v / (kShares * hardware_threads()) / kWeightBlock + 1) * kWeightBlock;
     parallel_blocks(v, share, [&](std::int64_t first, std::int64_t last) {
         std::vector<Real> weight(static_cast<std::size_t>(kWeightBlock * d));
@@ -468,7 +468,7 @@ Real BasicReference<Real>::grad_weight_row(std::int64_t row, std::span<Real> out
     std::fill(out.begin(), out.end(), Real(0));
     Real bias = 0;
     std::vector<Real> slice(static_cast<std::size_t>(d));
-    // As long as a framework's: tokens that are alike make terms that are alike, and a slice's error grows with its length.
+    // slices of a framework's length: tokens that are alike make terms that are alike, and a slice's error grows with its length
     constexpr std::int64_t kSlice = 256;
     for (std::int64_t begin = 0; begin < problem_.num_tokens; begin += kSlice) {
         std::fill(slice.begin(), slice.end(), Real(0));

@@ -29,8 +29,8 @@ struct ReferenceProblem {
     Reduction reduction = Reduction::mean;
     std::span<const float> grad_loss, grad_lse, grad_logprob,
         grad_entropy;                           ///< [N]; empty: 1 for the loss if the spec has it, 0 for the rest
-    Summation summation = Summation::rounding;  ///< of the yardstick's logits
-    std::function<void()> between_blocks{};     ///< called by every thread now and then; what it throws ends the work
+    Summation summation = Summation::rounding;  ///< summation of the yardstick's logits
+    std::function<void()> between_blocks{};     ///< called by every thread now and then; an exception ends the work
 
     /// The share of the target in the cross entropy.
     [[nodiscard]] double hard_weight() const { return spec.teacher_top_k > 0 ? spec.hard_weight : 1.0; }
@@ -61,18 +61,18 @@ struct ReferenceToken {
     std::vector<double> teacher_logprobs{};  ///< [K], 0 at no class
 };
 
-/// Sizes of what the gradients of all logits are made of, as Euclidean norms. A confident token's are differences, p_y − 1, far smaller
-/// than p.
+/// Sizes of the terms in the gradients of all logits, as Euclidean norms. A confident token's gradients are differences, p_y − 1, far
+/// smaller than p.
 struct LogitGradientSizes {
-    double probabilities = 0;  ///< each times what multiplies it
+    double probabilities = 0;  ///< each probability times its factor
     double gradients = 0;
     double largest_lse = 0;
-    double hidden_terms = 0;  ///< each probability times what multiplies it and its row of the weight: what an error of lse adds up over
-    double grad_weight_terms = 0;  ///< each token's gradients times its hidden state: what grad_weight is the sum of
+    double hidden_terms = 0;  ///< each probability times its factor and its row of the weight: an error of lse adds up over these terms
+    double grad_weight_terms = 0;  ///< each token's gradients times its hidden state: the terms of grad_weight
     std::int64_t num_terms = 0;
 };
 
-/// Real = double: exact for our purposes. Real = float: what a framework computes in the spec's dtype with fp32 logits: fp32 sums and
+/// Real = double: exact for our purposes. Real = float: a framework's arithmetic in the spec's dtype with fp32 logits: fp32 sums and
 /// softmax, the logits' gradient rounded to the dtype, gradients of hidden rounded to it.
 template <class Real>
 class BasicReference {
@@ -85,11 +85,11 @@ public:
     [[nodiscard]] const ReferenceToken& token(std::size_t index) const { return results_[index]; }
     /// dL/dhidden of token number `index` of tokens(): D numbers.
     [[nodiscard]] std::span<const Real> grad_hidden(std::size_t index) const;
-    /// What mean divides cross entropies by, and z-losses; 1 for the other reductions.
+    /// Divisors of a mean's cross entropies and z-losses; 1 for the other reductions.
     [[nodiscard]] double loss_divisor() const { return loss_divisor_; }
     [[nodiscard]] double z_loss_divisor() const { return z_loss_divisor_; }
     [[nodiscard]] bool ignored(std::int64_t token) const;
-    /// Of tokens().
+    /// Sizes over tokens().
     [[nodiscard]] LogitGradientSizes logit_gradient_sizes() const;
 
     /// lse, entropy and logprob ([N]; entropy may be empty, logprob without dft) for the tokens that were not computed here.
@@ -112,12 +112,13 @@ private:
         Real derivative;  ///< with respect to hidden · weightᵀ + bias
     };
     [[nodiscard]] Logit logit(std::int64_t token, const Real* weight, std::int64_t row) const;
-    /// What the token's whole loss is multiplied by.
+    /// Factor of the token's whole loss.
     [[nodiscard]] Real loss_factor(std::int64_t token) const;
     [[nodiscard]] Real class_weight(std::int64_t row) const;
     /// dL/d(hidden · weightᵀ + bias), rounded as the backward products read it.
     [[nodiscard]] Real grad_logit(std::int64_t token, std::int64_t row, const Logit& z) const;
-    /// The sizes of what multiplies a token's probabilities in it, added up; entropy's part, which cancels in its own way, is left out.
+    /// Sizes of the factors of a token's probabilities in its gradient, added up; entropy's part, which cancels in its own way, is left
+    /// out.
     [[nodiscard]] double slope(std::int64_t token) const;
     struct Range {
         std::int64_t begin;
@@ -128,7 +129,7 @@ private:
     void compute_tokens(std::size_t begin, std::size_t end);
     void compute_logits(std::size_t begin, std::size_t end, std::span<Logit> logits, std::span<double> lengths) const;
     void reduce_token(std::size_t index, std::span<const Logit> logits);
-    /// Of one token: gradients of its logits, and their sizes.
+    /// Gradients of one token's logits, and their sizes.
     void compute_gradients(std::size_t index, std::span<const Logit> logits, std::span<const double> lengths, std::span<Real> gradients);
     void add_grad_hidden(std::size_t begin, std::size_t end, std::span<const Real> gradients);
 

@@ -58,7 +58,7 @@ private:
         std::ranges::copy(options_.extra, std::back_inserter(first));
         Plan best = race("given", first, seeds.front());
         std::vector<Plan> firsts = joined(best, seeds);
-        // What an earlier search found is where this one goes on.
+        // this search goes on from the best plan of an earlier one
         if (const std::string before = record_.best_plan(); !before.empty()) firsts = joined(parse_plan(before), firsts);
         best = race("first choices", firsts, best);
         const std::string space = space_digest(seeds.front());
@@ -85,7 +85,7 @@ private:
         cut_short_ = cut_short_ || is_over;
         return is_over;
     }
-    /// What a search with these options can reach.
+    /// Digest of the plans that a search with these options can reach.
     [[nodiscard]] std::string space_digest(const Plan& from) const {
         KeyBuilder key("tuning space");
         key.add("exhaustive", std::to_string(options_.exhaustive));
@@ -121,7 +121,7 @@ private:
         candidate.why = measured.why.substr(0, kMaxGivenTextBytes);
     }
 
-    /// What a file says of a plan that cannot run here was never measured: its times count for nothing.
+    /// Marks a plan of a file that cannot run here: its times were never measured and count for nothing.
     void distrust(const std::string& text, Candidate& candidate) const {
         if (candidate.outcome != Outcome::ok) return;
         std::optional<std::string> why;
@@ -190,7 +190,7 @@ private:
         std::erase_if(plans, [&](const Plan& plan) { return median(plan) > quickest * kFarBehind; });
     }
 
-    /// Those of the plans that are correct, as many as there is time to check and to time a first time.
+    /// Checks plans and returns the correct ones, as many as there is time to check and to time once.
     std::vector<Plan> admitted(const std::string& stage, std::span<const Plan> plans) {
         std::vector<Plan> alive;
         for (std::size_t begin = 0; begin < plans.size() && !over(); begin += kCompiledAtOnce) {
@@ -251,7 +251,7 @@ private:
     [[nodiscard]] std::vector<Plan> steady_extras() const {
         return options_.extra.size() <= options_.finalists ? options_.extra : std::vector<Plan>();
     }
-    /// That the last rounds take, were they to begin soon.
+    /// Samples that the last rounds would take if they began soon.
     [[nodiscard]] std::size_t last_samples() const {
         constexpr std::size_t kBeside = 2;  // the default, and the winner by the fixed order
         return kEnoughSamples * std::min(timed_.size() + 1, options_.finalists + kBeside + steady_extras().size());
@@ -287,14 +287,15 @@ private:
         return plans;
     }
 
-    /// What is quicker than the winner by more than noise. Without what is as good, or noise would go on choosing new ones.
+    /// Most milliseconds of a plan that is quicker than the winner by more than noise. A plan within noise does not challenge, or noise
+    /// would go on choosing new ones.
     [[nodiscard]] double challenging_ms() const {
         const std::string best = record_.best_plan();
         return best.empty() ? 0 : record_.candidates.at(best).median_ms() * (1 - kTieMargin);
     }
 
-    /// Finalists are timed in turns as often as a winner must have been. That may make others the quickest, or the winner, who then have to
-    /// stand it too.
+    /// Times finalists in turns as often as a winner must have been timed. These times may make other plans the quickest, or the winner,
+    /// which then have to be timed as often too.
     void finish(const Plan& default_plan) {
         finishing_ = true;
         std::set<std::string> settled;  // before this search
@@ -349,7 +350,7 @@ private:
         return !stopped_;
     }
 
-    /// Of this run.
+    /// Times of this run.
     [[nodiscard]] std::vector<double> times(const std::string& plan) const {
         const auto& all = record_.candidates.at(plan).times_ms;
         const auto found = all.find(options_.run);

@@ -11,16 +11,16 @@
 
 namespace flce {
 
-/// What a measurement came to.
+/// Result of a measurement.
 struct Measured {
     Outcome outcome = Outcome::ok;
     std::string why;                   ///< it is not ok
-    double ms = 0;                     ///< of time()
-    std::int64_t workspace_bytes = 0;  ///< of check()
+    double ms = 0;                     ///< milliseconds of time()
+    std::int64_t workspace_bytes = 0;  ///< bytes of check()
     std::int64_t retained_bytes = 0;
 };
 
-/// Thrown by a measurement that was given up, with no result: the search ends with what it has.
+/// Thrown by a measurement that was given up, with no result: the search ends with the results that it has.
 class MeasureStopped : public std::exception {
 public:
     [[nodiscard]] const char* what() const noexcept override { return "measuring was stopped"; }
@@ -31,7 +31,7 @@ public:
     virtual ~Measure() = default;
     /// Told of plans before they are asked for, so that they may be compiled side by side.
     virtual void prepare(std::span<const Plan> /*plans*/) {}
-    /// So many samples have to be taken in any case: nearly_over() leaves time for them.
+    /// Tells how many samples have to be taken in any case: nearly_over() leaves time for them.
     virtual void reserve(std::size_t /*samples*/) {}
     /// Runs the plan once and compares every output. Nothing is timed that has not passed.
     [[nodiscard]] virtual Measured check(const Plan& plan) = 0;
@@ -39,11 +39,11 @@ public:
     [[nodiscard]] virtual Measured resume(const Plan& /*plan*/) { return {}; }
     /// Forward and backward, once (or as often as makes one reliable sample), warm.
     [[nodiscard]] virtual Measured time(const Plan& plan) = 0;
-    /// The budget is spent, or the user has had enough: the search ends with what it has.
+    /// Whether the budget is spent, or the user has had enough: the search ends with the results that it has.
     [[nodiscard]] virtual bool stop() = 0;
-    /// Only so much time is left that the last rounds should begin. What prepare() has begun it gives up then.
+    /// Whether only so much time is left that the last rounds should begin. Work that prepare() has begun is given up then.
     [[nodiscard]] virtual bool nearly_over() { return stop(); }
-    /// Before every measurement: what the search is at.
+    /// Told of the search's place before every measurement.
     virtual void progress(const std::string& /*stage*/, std::size_t /*candidates*/, std::size_t /*measurements*/, double /*best_ms*/) {}
 };
 
@@ -58,20 +58,19 @@ struct SearchOptions {
 };
 
 struct SearchResult {
-    std::string best_plan;         ///< of the record; empty: no candidate is left
+    std::string best_plan;         ///< best plan of the record; empty: no candidate is left
     std::string default_plan;      ///< the cost model's first choice
     std::size_t measured = 0;      ///< candidates that this search has timed
-    std::size_t combinations = 0;  ///< of an exhaustive search: how many there are, or options.exhaustive of more
-    bool complete = false;         ///< it was neither stopped nor cut short
+    std::size_t combinations = 0;  ///< combinations in an exhaustive search, or options.exhaustive where there are more
+    bool complete = false;         ///< whether the search was not stopped and not cut short
 };
 
-/// Adds all measurements to `record`, whose key says what is measured.
+/// Adds all measurements to `record`, whose key names the layer, the device and the way of measuring.
 ///
 /// 1. The cost model's first plans of every path race each other.
 /// 2. From the best plan the search varies one coordinate at a time (each GEMM's tile, chunk, order of tiles) until nothing gains.
 /// 3. The best few and the cost model's first choice are timed in turns once more. Only the times of these rounds are kept for them, so
-/// that
-///    they compare plans and not the machine's states at different times. The winner has been in such rounds.
+///    that they compare plans and not the machine's states at different times. The winner has been in such rounds.
 ///
 /// A race is successive halving: every candidate in it is timed once a round, then the slower half leaves. A candidate that is far behind
 /// leaves at once.

@@ -121,7 +121,7 @@ std::vector<Coordinate> cpu_coordinates(const Spec& spec, const Device& device, 
     return result;
 }
 
-/// What is compiled for a plan: of a GPU sources, of a CPU what its code depends on.
+/// Kernels that are compiled for a plan: a GPU's as sources, a CPU's as the parts of the plan that its code depends on.
 std::vector<std::string> kernels_of(const Spec& spec, const Device& device, const Plan& plan) {
     std::vector<std::string> kernels;
     if (plan.path == PlanPath::cpu) {

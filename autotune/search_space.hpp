@@ -29,7 +29,7 @@ struct Coordinate {
 [[nodiscard]] std::vector<Plan> seed_plans(const Spec& spec, const Device& device, const PlanRequest& request, std::size_t count);
 
 /// Plans that have, between them, every kernel that a search from `plan` along these coordinates can come to; `plan` is the first, and each
-/// of the others is one change away from one before it. A kernel is what is compiled, so plans that differ in sizes alone (chunks, a CPU's
+/// of the others is one change away from one before it. A kernel is compiled code, so plans that differ in sizes alone (chunks, a CPU's
 /// blocks) share theirs.
 [[nodiscard]] std::vector<Plan> covering_plans(const Spec& spec, const Device& device, const Plan& plan,
                                                const std::vector<std::string>& only);

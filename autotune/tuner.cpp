@@ -15,7 +15,7 @@
 namespace flce {
 namespace {
 
-/// Of the session that knows the device and the directory of records; it chooses no plan.
+/// Options of the session that knows the device and the directory of records; it chooses no plan.
 SessionOptions session_options(const TuneOptions& options) {
     SessionOptions session = options.session;
     session.use_records = true;  // for the directory's name
@@ -103,7 +103,7 @@ void Tuner::tune_or_note(const Spec& spec, std::int64_t num_tokens) {
     if (listener_.tuned) listener_.tuned(tuned_.back());
 }
 
-/// The record of what is known, with this run in it.
+/// The key's record with all that is known, and with this run in it.
 Record Tuner::begin_record(const RecordKey& key, const TuningRun& run, const std::string& id) {
     Record record{.key = key};
     if (!options_.fresh) record = store_.find(key).value_or(record);

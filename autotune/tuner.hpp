@@ -18,17 +18,17 @@ namespace flce {
 /// A spec and number of tokens that has been tuned.
 struct Tuned {
     Spec spec;
-    std::filesystem::path file;  ///< of the record
+    std::filesystem::path file;  ///< file of the record
     Record record;
     SearchResult result;
     double seconds = 0;
-    std::size_t processes = 0;  ///< that candidates ran in
+    std::size_t processes = 0;  ///< processes that candidates ran in
     std::int64_t compiled = 0;  ///< kernels and launchers that no cache had
 };
 
-/// What a tuner tells its caller, in the thread that runs it, and asks it. Each may be empty.
+/// Functions by which a tuner tells its caller of its progress, in the thread that runs it, and asks whether to stop. Each may be empty.
 struct TunerListener {
-    std::function<void(const TuneProgress&)> progress{};  ///< as a TuneListener's
+    std::function<void(const TuneProgress&)> progress{};  ///< hears of progress like a TuneListener's
     std::function<void(const std::string&)> warning{};
     std::function<void(const Tuned&)> tuned{};  ///< when a layer is done
     std::function<bool()> stop{};               ///< whether to end; what has been measured is kept
@@ -69,7 +69,7 @@ private:
 
 /// The buckets of options.num_tokens, each once.
 [[nodiscard]] std::vector<std::int64_t> tuned_tokens(const TuneOptions& options);
-/// What plans are compared for: a call with these options, with the scratch that a session would give it.
+/// Request that plans are compared for: a call with these options, with the scratch that a session would give it.
 [[nodiscard]] PlanRequest tuned_request(const TuneOptions& options, Session& session, const Spec& spec, const Device& device,
                                         std::int64_t num_tokens);
 /// Throws ArgumentError for a name in options.coordinates that plans for such a device do not have.
