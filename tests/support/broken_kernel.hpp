@@ -18,7 +18,8 @@ class BrokenKernel {
 public:
     /// Compiles and loads it. Throws EnvironmentError where there is no such GPU or no NVRTC.
     BrokenKernel(DeviceRef device, KernelFault fault);
-    /// Submits it, to all of the GPU. What is endless ends with its process; after an illegal write nothing runs in this process any more.
+    /// Submits the kernel, to all of the GPU. An endless kernel ends with its process; after an illegal write nothing runs in this process
+    /// any more.
     void launch(Stream stream) const;
 
 private:

@@ -22,12 +22,12 @@ double distance(const double* a, const double* b, std::int64_t count) {
     return std::sqrt(square);
 }
 
-// Takes out of the comparison what is rightly no finite number, and budgets of rows that are nothing else. Says what is wrong.
+// Takes numbers that are rightly not finite out of the comparison, and budgets of rows that have no others. Returns the fault.
 std::string take_out_non_finite(std::vector<double>& got, std::vector<double>& truth, std::vector<double>& yardstick,
                                 std::vector<Budget>& budgets, std::int64_t width) {
     std::vector<std::int64_t> finite(budgets.size(), width);
     for (std::size_t i = 0; i < got.size(); ++i) {
-        // Beyond the range of what it is stored in an infinity is right, too.
+        // An infinity is right, too, for a number beyond the range of its type.
         const bool overflows = std::isinf(got[i]) && got[i] == yardstick[i];
         const bool as_it_should = std::isnan(truth[i]) ? std::isnan(got[i]) : got[i] == truth[i];
         if (std::isfinite(got[i]) && std::isfinite(truth[i])) continue;
@@ -41,7 +41,7 @@ std::string take_out_non_finite(std::vector<double>& got, std::vector<double>& t
     return {};
 }
 
-// What the norm of all rows' errors may come to. `independent` errors make them up where rows have equal budgets. Fewer where some rows
+// Expected norm of all rows' errors. `independent` errors make the norm up where rows have equal budgets. Fewer make it up where some rows
 // have most of the budget: (Σ b²)² / Σ b⁴ of them.
 double expected_norm(const std::vector<Budget>& budgets, std::int64_t independent) {
     double squares = 0;

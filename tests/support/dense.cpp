@@ -48,7 +48,7 @@ template <class Acc, class T>
 template <class Acc, class T>
 [[gnu::always_inline]] inline void add_body(const Acc* a, const T* b, Acc* c, std::int64_t m, std::int64_t n, std::int64_t k,
                                             std::int64_t k_block) {
-    constexpr std::int64_t kColumns = 512;  // of c at a time, so that its accumulators stay in the first-level cache
+    constexpr std::int64_t kColumns = 512;  // columns of c at a time, so that their accumulators stay in the first-level cache
     std::vector<Acc> acc(static_cast<std::size_t>(m * kColumns));
     for (std::int64_t n0 = 0; n0 < n; n0 += kColumns) {
         const std::int64_t width = std::min(kColumns, n - n0);

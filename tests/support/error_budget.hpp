@@ -1,6 +1,6 @@
-// How far off an output may be before something is wrong, from the sizes of what it is computed from (docs/numerics.md derives every term).
-// Two sizes of each. `floor` is what to expect: every rounding has its mean square, independent errors add in quadrature. `limit` is what
-// cannot be passed unless something is wrong: roundings at their largest, sums off by λ·√length of them, everything added up. Bounds of
+// Largest and expected errors of right outputs, from the sizes of the numbers that outputs are computed from (docs/numerics.md derives
+// every term). Each has two sizes. `floor` is the expected error: every rounding has its mean square, independent errors add in quadrature.
+// `limit` is an error that only a fault passes: roundings at their largest, sums off by λ·√length of them, everything added up. Bounds of
 // whole outputs use the floor, checks of single rows the limit.
 #pragma once
 
@@ -16,17 +16,17 @@ namespace flce::test {
 struct Budget {
     double floor = 0;
     double limit = 0;
-    double alike = 0;  ///< of the floor, with its sign: what is off the same way in every token, so that it adds up where tokens do
+    double alike = 0;  ///< part of the floor, with its sign, that is off alike in every token, so that it adds up where tokens do
 };
 
-/// Absolute errors for a Selection, in its order. Of gradients: of a row's Euclidean norm (of the number itself for a bias).
+/// Absolute errors for a Selection, in its order. For gradients: errors of a row's Euclidean norm (of the number itself for a bias).
 struct Budgets {
     std::vector<Budget> loss, z_loss, lse, logprob, entropy, log_sum_sq_probs;  ///< [tokens]
-    std::vector<Budget> logit;                                                  ///< [tokens], any of a token's
+    std::vector<Budget> logit;                                                  ///< [tokens], for any logit of a token
     std::vector<Budget> teacher_logprobs;                                       ///< [tokens]
     std::vector<Budget> grad_hidden;                                            ///< [tokens]
     std::vector<Budget> grad_weight, grad_bias;                                 ///< [vocab]
-    // What gradients made of retained exponentials may be off by besides, with label smoothing; else empty.
+    // further errors of gradients made of retained exponentials, with label smoothing; else empty
     std::vector<Budget> retained_hidden;                 ///< [tokens]
     std::vector<Budget> retained_weight, retained_bias;  ///< [vocab]
 };
@@ -36,28 +36,27 @@ inline constexpr double kU32 = 0x1p-24;
 /// Floor or limit: how errors arise and how they combine.
 struct ErrorModel {
     bool expected;                              ///< floor
-    Summation summation = Summation::rounding;  ///< of products
+    Summation summation = Summation::rounding;  ///< summation of products
 
     /// Relative error of one rounding to a format of unit roundoff u: its root mean square over a binade's mantissas, or u.
     [[nodiscard]] double rounding(double u) const { return expected ? 0.4 * u : u; }
-    /// Error of an fp32 sum of `length` products, relative to the product of their factors' norms. Partial sums of a random walk reach
-    /// √½ of that on average; λ = 3 of probabilistic rounding analysis otherwise. Truncation is up to 2u a step, always towards 0: what
-    /// the steps lose adds up. Products below the largest of their step lose as much again.
+    /// Error of an fp32 sum of `length` products, relative to the product of their factors' norms. Partial sums of a random walk reach √½
+    /// of that on average; λ = 3 of probabilistic rounding analysis otherwise. Truncation is up to 2u a step, always towards 0: losses of
+    /// the steps add up. Products below the largest of their step lose as much again.
     [[nodiscard]] double products(std::int64_t length) const {
         const double n = static_cast<double>(length);
         if (expected) return rounding(kU32) * std::sqrt(0.5);
         return kU32 * (8 + (summation == Summation::rounding ? 3 * std::sqrt(n) : 4 * std::ceil(n / kTensorCoreStep)));
     }
-    /// What truncation takes from a sum of `length` products of random factors on average, towards 0, relative to the product of their
-    /// norms. A step cuts half a unit of 25 bits off a partial sum that has grown to √(t/length) of the whole, and both mostly have one
-    /// sign.
+    /// Loss of a sum of `length` products of random factors by truncation on average, towards 0, relative to the product of their norms. A
+    /// step cuts half a unit of 25 bits off a partial sum that has grown to √(t/length) of the whole, and both mostly have one sign.
     [[nodiscard]] double truncated(std::int64_t length) const {
         if (!expected || summation != Summation::truncating) return 0;
         return kU32 * 0.19 / kTensorCoreStep * std::sqrt(static_cast<double>(length));
     }
-    /// What the logit of a class that a teacher names, a sum of `length` products of its own in fp32, is expected to differ by from what
-    /// lse is made of, relative to their size. Where the largest product comes first each step of tensor cores cuts half a unit of the
-    /// whole sum's last place off, always towards 0. A lane has every 32nd product, and five additions join the lanes.
+    /// Expected difference between the logit of a class that a teacher names, a sum of `length` products of its own in fp32, and the logits
+    /// in lse, relative to their size. Where the largest product comes first each step of tensor cores cuts half a unit of the whole sum's
+    /// last place off, always towards 0. A lane has every 32nd product, and five additions join the lanes.
     [[nodiscard]] double apart(std::int64_t length) const {
         if (!expected || summation != Summation::truncating) return 0;
         const double n = static_cast<double>(length);
@@ -105,20 +104,20 @@ private:
     ErrorSum limit_;
 };
 
-/// What a token brings to the error of its logits' gradient: sizes of the terms of a + b·z, t and s, and the error of its lse.
+/// A token's part of the error of its logits' gradient: sizes of the terms of a + b·z, t and s, and the error of its lse.
 struct TokenSizes {
     double hidden_norm = 0;
     double lse = 0;
     double entropy = 0;
     double slope = 0;       ///< Σ |terms| that multiply p_j
-    double slope_z = 0;     ///< |what multiplies p_j·(log p_j + entropy)|
-    double hit = 0;         ///< |what is taken from the label's logit|
-    double spread = 0;      ///< |what is taken from every logit, times c_j|
+    double slope_z = 0;     ///< |factor of p_j·(log p_j + entropy)|
+    double hit = 0;         ///< |term subtracted from the label's logit|
+    double spread = 0;      ///< |term subtracted from every logit, times c_j|
     double loss_slope = 0;  ///< |the part of slope that the loss has|
-    double teacher = 0;     ///< |what a teacher's probability of 1 is taken from its class's logit as|
+    double teacher = 0;     ///< |term subtracted from the logit of a class with a teacher's probability of 1|
     double temperature = 1;
     Budget lse_error;
-    Budget factor_error;  ///< relative, of what the loss is multiplied by
+    Budget factor_error;  ///< relative error of the loss's factor
     [[nodiscard]] double factor_error_of(const ErrorModel& model) const { return model.expected ? factor_error.floor : factor_error.limit; }
     [[nodiscard]] double lse_error_of(const ErrorModel& model) const { return model.expected ? lse_error.floor : lse_error.limit; }
 };
@@ -133,8 +132,8 @@ struct LogitSizes {
     double gradient = 0;        ///< |gradient with respect to h·w + b|
     double class_weight = 1;
     bool is_label = false;
-    double named = 0;     ///< |what the teacher takes off|, before gain
-    int times_named = 0;  ///< how many equal ids that comes from
+    double named = 0;     ///< |term that the teacher subtracts|, before gain
+    int times_named = 0;  ///< number of equal ids in `named`
 };
 
 /// Error of a logit: its product summed in fp32, then bias, scale and softcap.
@@ -148,13 +147,13 @@ struct LogitSizes {
         .value();
 }
 
-/// Error of a retained exponential where label smoothing is taken from what it is multiplied to: it is rounded before.
+/// Error of a retained exponential where label smoothing is subtracted from its product: the exponential is rounded before.
 [[nodiscard]] inline double retained_error(const Spec& spec, const TokenSizes& t, const LogitSizes& e, const ErrorModel& model) {
     return (e.p * t.slope + (e.is_label ? t.hit : 0) + e.named) * model.rounding(unit_roundoff(spec.dtype)) * e.gain;
 }
 
-/// What lse and the logit of a class that a teacher names differ by, as an error of the gradient with respect to h·w + b. It has one sign
-/// in all of them. The target's logit is made as lse is.
+/// Error of the gradient with respect to h·w + b from the difference between lse and the logit of a class that a teacher names. The error
+/// has one sign in all such classes. The target's logit is made like the logits in lse.
 [[nodiscard]] inline double apart_error(const Spec& spec, const TokenSizes& t, const LogitSizes& e, const ErrorModel& model) {
     if (e.times_named == 0 || e.is_label) return 0;
     return e.p * t.slope * std::expm1(model.apart(spec.hidden_size) * std::fabs(t.lse)) * e.gain;

@@ -5,9 +5,9 @@
  * are left alone; those of the C++ library (std::filesystem) are not.
  *
  * flce_fault_before(end, act) has the calling thread do something else before its next mkdir, rename or link of a path that ends so ("to:"
- * before the end: rename to such a path; "open:": open of one): what another process does at the worst moment. Of a program that is only
- * run, files whose path ends in $FLCE_FAULT_VANISH are gone once lstat has seen them, and all calls of the function $FLCE_FAULT_STALE are
- * answered with ESTALE. */
+ * before the end: rename to such a path; "open:": open of one): `act` stands for another process at the worst moment. In a program that is
+ * only run, files whose path ends in $FLCE_FAULT_VANISH are gone once lstat has seen them, and all calls of the function $FLCE_FAULT_STALE
+ * are answered with ESTALE. */
 #define _GNU_SOURCE
 #include <dirent.h>
 #include <dlfcn.h>

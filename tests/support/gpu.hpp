@@ -1,4 +1,4 @@
-// What a test needs and this machine may lack: a GPU, NVRTC. The test is skipped with the reason.
+// Requirements of a test that this machine may lack: a GPU, NVRTC. The test is skipped with the reason.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -58,7 +58,7 @@ inline std::string no_nvrtc_reason(const std::string& arch) {
         GTEST_SKIP() << ::flce::test::no_nvrtc_reason(); \
     }
 
-/// The same for source that is compiled for one architecture, which an older NVRTC may not know.
+/// Requires an NVRTC for source that is compiled for one architecture, which an older NVRTC may not know.
 #define FLCE_REQUIRE_NVRTC_FOR(arch)                                                                 \
     if (const std::string flce_reason = ::flce::test::no_nvrtc_reason(arch); !flce_reason.empty()) { \
         GTEST_SKIP() << flce_reason;                                                                 \

@@ -9,7 +9,7 @@
 
 namespace flce::test {
 
-/// Every byte 0xff is a NaN in bf16, fp16 and fp32: what nobody wrote and what lies past the end shows up in any sum.
+/// Every byte 0xff is a NaN in bf16, fp16 and fp32: bytes that nobody wrote, or past the end, show up in any sum.
 inline constexpr std::byte kPoison{0xff};
 inline constexpr std::byte kGuard{0xa5};
 

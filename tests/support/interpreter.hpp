@@ -1,4 +1,4 @@
-// What a launch program means: launches and memsets of one call, one after another, without a device.
+// Interpreter of launch programs: launches and memsets of one call, one after another, without a device.
 #pragma once
 
 #include <array>

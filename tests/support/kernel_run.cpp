@@ -11,7 +11,7 @@
 namespace flce::test {
 namespace {
 
-/// What a call of forward, or of merge, writes.
+/// Outputs that a call of forward, or of merge, writes.
 constexpr const char* kOutputs[] = {"loss",         "z_loss", "lse", "logprob", "entropy", "top1", "log_sum_sq_probs", "teacher_logprobs",
                                     "invalid_label"};
 
@@ -258,7 +258,7 @@ void KernelRun::merge(const std::vector<std::byte>& all_partial_sums) {
     for (const char* name : {"target_class_weight", "class_weight_total", "merge workspace"}) prepare(name);
     input("all_partial_sums", all_partial_sums, 4);
     sizes_.num_shards = static_cast<std::int64_t>(all_partial_sums.size() / std::max<std::size_t>(bytes_of("partial_sums").size(), 1));
-    sizes_.num_shards = std::max<std::int64_t>(sizes_.num_shards, 1);  // of no token
+    sizes_.num_shards = std::max<std::int64_t>(sizes_.num_shards, 1);  // partial sums of no tokens have no bytes
     kernel_->merge(merge_args(), {buffer("merge workspace").data(), buffer("merge workspace").bytes()});
     synchronize(kernel_->device_ref());
 }
@@ -278,7 +278,7 @@ bool KernelRun::prepare_gradients(const Wanted& wanted, bool keep) {
     const bool lent = wanted.grad_weight && retained_.data != nullptr && retained_.data == buffer("grad_weight").data();
     prepare("grad_hidden", wanted.grad_hidden);
     if (lent) {
-        entries_.at("grad_weight").written = true;  // it holds what was retained
+        entries_.at("grad_weight").written = true;  // the buffer holds retained values
     } else {
         prepare("grad_weight", wanted.grad_weight);
     }
@@ -394,7 +394,7 @@ std::map<std::string, std::vector<std::byte>> KernelRun::all_bytes() const {
     return out;
 }
 
-/// Of a shard's grad_bias, behind its classes.
+/// Checks a shard's grad_bias behind its classes.
 std::string KernelRun::bias_padding_violation() const {
     if (!problem_.shard || !has("grad_bias") || !entries_.at("grad_bias").written) return {};
     const Entry& entry = entries_.at("grad_bias");

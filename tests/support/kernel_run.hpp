@@ -14,7 +14,7 @@
 
 namespace flce::test {
 
-/// Which gradients a backward call is asked for.
+/// Gradients that a backward call is asked for.
 struct Wanted {
     bool grad_hidden = true;
     bool grad_weight = true;
@@ -30,11 +30,11 @@ public:
     /// grad_weight ends the latter.
     void retain(RetainedPlace place, std::size_t bytes);
     void forward();
-    /// Of a shard, after forward: outputs from all shards' partial sums.
+    /// Makes a shard's outputs from all shards' partial sums, after forward.
     void merge(const std::vector<std::byte>& all_partial_sums);
-    /// Poisons the wanted gradients (or restores what an accumulating buffer holds) first, unless `keep`.
+    /// Poisons the wanted gradients (or restores the contents of an accumulating buffer) first, unless `keep`.
     void backward(const Wanted& wanted = {}, bool keep = false);
-    /// The same in two calls. Unless `hidden_ready`, hidden comes as late as the kernel can do without it.
+    /// Does backward in two calls. Unless `hidden_ready`, hidden comes as late as the kernel can do without it.
     void backward_in_stages(const Wanted& wanted = {}, bool hidden_ready = false);
 
     /// The arguments of the next calls, for tests that change them.
@@ -47,7 +47,7 @@ public:
     }
     [[nodiscard]] const Kernel& kernel() const { return *kernel_; }
 
-    /// What the calls so far wrote, for a selection.
+    /// Outputs of the calls so far, for a selection.
     [[nodiscard]] KernelOutputs outputs(const Selection& selection) const;
     /// lse and entropy of every token, as floats, for oracle and reference.
     [[nodiscard]] std::vector<float> token_floats(const std::string& name) const;
@@ -65,7 +65,7 @@ public:
 private:
     struct Entry {
         GuardedBuffer buffer;
-        std::vector<std::byte> content;  ///< of an input; what an accumulated gradient holds before
+        std::vector<std::byte> content;  ///< contents of an input; an accumulated gradient's contents before
         bool input = false;
         bool written = false;
     };
@@ -73,7 +73,7 @@ private:
     void input(const std::string& name, std::vector<std::byte> content, std::size_t residue);
     void output(const std::string& name, std::size_t bytes, std::size_t residue, std::vector<std::byte> before = {});
     void reset(const std::string& name);
-    /// A call will write it.
+    /// Prepares a buffer that a call will write.
     void prepare(const char* name);
     [[nodiscard]] bool has(const std::string& name) const { return entries_.contains(name); }
     [[nodiscard]] ScalarType type_of(Elements elements) const;
@@ -93,13 +93,13 @@ private:
 
     std::shared_ptr<const Kernel> kernel_;
     const Problem& problem_;
-    Spec held_;  ///< the spec of what is in memory: a shard's vocab_size and padded_vocab_size are those of its weight
+    Spec held_;  ///< spec of the tensors in memory: a shard's vocab_size and padded_vocab_size are those of its weight
     CallSizes sizes_;
     std::map<std::string, Entry> entries_;
     Retained retained_;
 };
 
-/// Runs forward and backward and judges everything; says what is wrong. `work` bounds the oracle's multiplications. On a GPU also with
+/// Runs forward and backward, judges everything and returns the faults. `work` bounds the oracle's multiplications. On a GPU also with
 /// everything retained that the kernel can use, a part of it, and in grad_weight's memory.
 [[nodiscard]] testing::AssertionResult run_and_judge(const std::shared_ptr<const Kernel>& kernel, const Problem& problem, double work = 4e8,
                                                      const Wanted& wanted = {});

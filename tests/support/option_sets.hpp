@@ -47,7 +47,7 @@ inline void apply_weight_fp32(Spec& s) { s.weight_dtype = s.grad_weight_dtype = 
 
 inline void apply_padding(Spec& s) { s.padded_vocab_size = (s.vocab_size + 64) / 64 * 64 + 8; }
 
-/// Options that change what is computed.
+/// Options that change the computation.
 [[nodiscard]] inline const std::vector<OptionSet>& loss_options() {
     static const std::vector<OptionSet> sets = {
         {"plain", [](Spec&) {}},

@@ -32,7 +32,7 @@ double logit_derivative(const Spec& spec, double product_and_bias, double temper
     return spec.logit_scale * (1 - t * t) / temperature;
 }
 
-// What a token's whole loss is multiplied by.
+// Factor of a token's whole loss.
 template <class T>
 double loss_factor(const Layer<T>& layer, const Token& token) {
     return layer.token_weight_of(token.index) * (layer.spec.dft ? std::exp(token.logprob) : 1);

@@ -47,7 +47,7 @@ std::vector<std::int64_t> make_targets(const Spec& spec, const ProblemOptions& o
     return target;
 }
 
-/// Of the logits that are not moderate.
+/// Root of the size of logits that are not moderate.
 float root(Logits logits) { return logits == Logits::huge ? 1000.0F : 100.0F; }
 
 std::vector<float> make_weight(const Spec& spec, const ProblemOptions& o) {
@@ -59,7 +59,7 @@ std::vector<float> make_weight(const Spec& spec, const ProblemOptions& o) {
     });
 }
 
-/// What kernels are to make of it.
+/// The weight as kernels have to round it.
 std::vector<float> rounded_weight(const Spec& spec, const std::vector<float>& weight) {
     return filled(std::ssize(weight), [&](std::int64_t i) { return rounded(weight[i], spec.dtype); });
 }

@@ -47,24 +47,24 @@ struct Shard {
 struct Problem {
     Spec spec;  ///< normalized
     ProblemOptions options;
-    std::optional<Shard> shard;  ///< weight, bias, class weights and what gradients hold are then the shard's
+    std::optional<Shard> shard;  ///< weight, bias, class weights and contents of gradients are then the shard's
     // Values as the dtype holds them, weight without padding and always [V, D].
     std::vector<float> hidden;
     std::vector<float> weight;
-    std::vector<float> unrounded_weight;  ///< what memory holds where the Spec's weight_dtype is fp32 under a 16-bit dtype; else empty
+    std::vector<float> unrounded_weight;  ///< weight in memory where the Spec's weight_dtype is fp32 under a 16-bit dtype; else empty
     std::vector<float> bias;              ///< empty without spec.bias
     std::vector<float> class_weight;      ///< empty without spec.class_weight
     std::vector<float> temperature;       ///< [N]; empty without spec.temperature
     std::vector<float> token_weight;      ///< [N]; empty without spec.token_weight
     std::vector<std::int64_t> target;
     std::vector<std::int64_t> teacher_ids;  ///< [N, K]; empty without spec.teacher_top_k
-    std::vector<float> teacher_probs;       ///< as teacher_ids
+    std::vector<float> teacher_probs;       ///< [N, K]; empty without spec.teacher_top_k
     // Upstream gradients; empty: not given.
     std::vector<float> grad_loss;  ///< [N] for none, else one
     std::vector<float> grad_lse;
     std::vector<float> grad_logprob;
     std::vector<float> grad_entropy;
-    // What gradient buffers hold before an accumulating backward, as grad_weight_dtype holds it; [V, D] without padding. Empty when
+    // Contents of gradient buffers before an accumulating backward, as grad_weight_dtype holds them; [V, D] without padding. Empty when
     // writing.
     std::vector<float> old_grad_weight;
     std::vector<float> old_grad_bias;
@@ -80,7 +80,7 @@ struct Problem {
 /// Element (vocabulary row, hidden column) of a weight-shaped buffer in the Spec's layout.
 [[nodiscard]] std::int64_t weight_index(const Spec& spec, std::int64_t vocab, std::int64_t hidden);
 
-/// What the oracle and the reference arithmetic read. T is float, or double for central differences.
+/// Input of the oracle and of the reference arithmetic. T is float, or double for central differences.
 template <class T>
 struct Layer {
     Spec spec;
@@ -135,7 +135,7 @@ template <class T>
     return hidden;
 }
 
-/// Which rows of grad_hidden (and per-token outputs) and which vocabulary rows of grad_weight are computed, ascending.
+/// Rows of grad_hidden (and per-token outputs) and vocabulary rows of grad_weight that are computed, ascending.
 struct Selection {
     std::vector<std::int64_t> tokens;
     std::vector<std::int64_t> vocab;

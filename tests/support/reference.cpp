@@ -201,7 +201,7 @@ void Evaluation::vocab_block(std::int64_t first, std::int64_t last) {
         const std::int64_t j = selection_.vocab[first + s];
         BudgetSum of_weight(expected_, largest_), of_bias(expected_, largest_);
         BudgetSum retained_weight(expected_, largest_), retained_bias(expected_, largest_);
-        double shared = 0;  // what a teacher's and the target's shares are factors of
+        double shared = 0;  // common factor of a teacher's and the target's shares
         double apart = 0;
         double apart_bias = 0;
         for (std::int64_t i = 0; i < n; ++i) {

@@ -8,7 +8,7 @@
 namespace flce::test {
 
 struct Reference {
-    Result result;  ///< as stored: rounded, gradients accumulated into what the buffers held
+    Result result;  ///< stored numbers: rounded, gradients accumulated into the buffers' contents
     Budgets budgets;
 };
 

@@ -60,8 +60,8 @@ void Evaluation::token_budgets(std::int64_t at, ReferenceToken& token, const flo
         double logit = 0;
         double label = 0;
         // From every logit, towards 0: unlike roundings it does not average out.
-        double cut = 0;        // of lse
-        double label_cut = 0;  // of the label's logit
+        double cut = 0;        // lse's loss
+        double label_cut = 0;  // loss of the label's logit
         double smooth_cut = 0;
         for (std::int64_t j = 0; j < spec_.vocab_size; ++j) {
             const LogitSizes e = logit_sizes(selection_.tokens[at], token, j, z[j], gain[j], 0);
@@ -104,7 +104,7 @@ void Evaluation::token_budgets(std::int64_t at, ReferenceToken& token, const flo
         loss.add(factor_error * std::fabs(out_.result.loss[at]));
         if (eps > 0) loss.add(factor * layer_.hard_weight() * per_class * smooth.value());
         double squares_of_named = 0;
-        double together = 0;  // of the loss: lse is off in all of them
+        double together = 0;  // part of the loss's error by lse, which is off in all of these terms
         layer_.for_each_named(selection_.tokens[at], [&](std::int64_t id, std::int64_t, double q) {
             if (z[id] == -std::numeric_limits<float>::infinity()) return;  // exactly
             const double dz = logit_error(spec_, logit_sizes(selection_.tokens[at], token, id, z[id], gain[id], 0), model);
@@ -147,7 +147,7 @@ void Evaluation::complete_tokens() {
             return 5 * model.rounding(kU32) * lse + model.products(spec_.hidden_size) * product;
         };
         token.sizes.lse_error = {error(expected_), error(largest_)};
-        if (spec_.dft) token.sizes.factor_error = {2 * error(expected_), 2 * error(largest_)};  // of lse and of the label's logit
+        if (spec_.dft) token.sizes.factor_error = {2 * error(expected_), 2 * error(largest_)};  // errors of lse and of the label's logit
     }
     for (std::size_t s = 0; s < selection_.tokens.size(); ++s) all_tokens_[selection_.tokens[s]] = tokens_[s];
 }

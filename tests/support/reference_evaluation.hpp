@@ -1,4 +1,4 @@
-// How the reference arithmetic goes through a problem: what it keeps of a token, and the steps, whose budgets have a file of their own.
+// Reference arithmetic over a problem: the numbers that it keeps of a token, and the steps, whose budgets have a file of their own.
 #pragma once
 
 #include <algorithm>
@@ -10,7 +10,7 @@
 
 namespace flce::test {
 
-/// What the backward pass knows of a token.
+/// A token's numbers that the backward pass needs.
 struct ReferenceToken {
     bool valid = false;
     std::int64_t label = 0;
@@ -30,13 +30,13 @@ struct TokenUpstream {
     float entropy = 0;
 };
 
-/// Of a block of tokens: logits, and their derivatives with respect to h·w + b.
+/// Logits of a block of tokens, and their derivatives with respect to h·w + b.
 struct BlockLogits {
     std::vector<float> z;
     std::vector<float> gain;
 };
 
-/// Of one problem, once.
+/// Evaluates one problem, once.
 class Evaluation {
 public:
     Evaluation(const Problem& problem, const Selection& selection, const KnownTokens& known, Summation summation)
@@ -83,7 +83,7 @@ private:
         x = cap * t;
         return scale * (1.0F - t * t);
     }
-    // What the token's whole loss is multiplied by.
+    // Factor of the token's whole loss.
     float loss_factor(std::int64_t i, const ReferenceToken& token) const {
         return static_cast<float>(layer_.token_weight_of(i)) * (spec_.dft ? std::exp(token.logprob) : 1.0F);
     }
@@ -132,9 +132,9 @@ private:
     std::vector<double> weight_norm_;
     double largest_weight_norm_ = 0;
     std::vector<ReferenceToken> tokens_;      // the selected ones
-    std::vector<ReferenceToken> all_tokens_;  // in token order; those that are neither selected nor known are not valid
+    std::vector<ReferenceToken> all_tokens_;  // in token order; tokens that are not selected and not known are not valid
     std::vector<float> grad_hidden_, grad_weight_, grad_bias_;
-    float scale_ = 1;  // of the logits' gradient while it is stored in fp16, a power of two
+    float scale_ = 1;  // scale of the logits' gradient while it is stored in fp16, a power of two
     Reference out_;
 };
 

@@ -12,7 +12,7 @@ struct Keeping {
     std::size_t bytes = 0;
 };
 
-/// Nothing retained; on a GPU, where that changes what is computed, also everything, a part, and what grad_weight's memory holds.
+/// Keeps nothing; on a GPU, where keeping changes the computation, also everything, a part, and as much as grad_weight's memory holds.
 std::vector<Keeping> ways_of_keeping(const Kernel& kernel, std::int64_t num_tokens) {
     std::vector<Keeping> ways{{}};
     const std::size_t whole = kernel.retained_bytes(num_tokens);

@@ -17,7 +17,7 @@ std::vector<T> slice(const std::vector<T>& values, std::int64_t first, std::int6
     return {values.begin() + first * width, values.begin() + (first + count) * width};
 }
 
-/// What merge wrote, which is the same on every rank.
+/// Outputs of merge, which are equal on every rank.
 constexpr const char* kMerged[] = {"loss",
                                    "z_loss",
                                    "lse",

@@ -24,19 +24,19 @@ public:
     /// `kernel`: that of all shards. `whole` has no shards and has to outlive the run.
     ShardedRun(std::shared_ptr<const Kernel> kernel, const Problem& whole, const std::vector<Shard>& shards);
 
-    /// Each shard retains from now on: a part of what it has a use for, in memory of its own, or in its grad_weight's.
+    /// Makes each shard retain from now on: a part of as much as it has a use for, in memory of its own, or in its grad_weight's.
     void retain(RetainedPlace place, double part = 1.0);
     /// Forward and merge, on each shard.
     void forward();
     void backward(const Wanted& wanted = {});
-    /// KernelRun's.
+    /// Does KernelRun::backward_in_stages on each shard.
     void backward_in_stages(const Wanted& wanted, bool hidden_ready);
 
     [[nodiscard]] KernelOutputs outputs(const Selection& selection) const;
     [[nodiscard]] std::vector<float> token_floats(const std::string& name) const { return runs_.front()->token_floats(name); }
     [[nodiscard]] const KernelRun& run(std::size_t shard) const { return *runs_[shard]; }
     [[nodiscard]] std::size_t size() const { return runs_.size(); }
-    /// What any shard did wrong, and outputs of merge that differ between shards.
+    /// Faults of any shard, and outputs of merge that differ between shards.
     [[nodiscard]] std::string violations() const;
 
 private:
