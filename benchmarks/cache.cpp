@@ -1,4 +1,4 @@
-// What finding an artifact of a cubin's size costs in each tier: with a new cache for each lookup, as in a process that starts, everything
+// Time to find an artifact of a cubin's size in each tier: with a new cache for each lookup, as in a process that starts, everything
 // verified. The goals are 5 ms from the directory and from a pack, 10 ms from redis on this machine. The servers that tests start (redis,
 // nginx with dav, moto's S3: tools/setup.sh --servers) are started here too; FLCE_BENCH_REMOTE names the URL of another, e.g.
 // redis://10.0.0.1:6379.

@@ -1,5 +1,5 @@
-// One core: its multiply-add peak, what the CPU backend's micro-kernel reaches of it from the first-level cache, and what whole tiles reach
-// with packing included. Minima of interleaved repetitions; JSON on stdout.
+// One core: its multiply-add peak, and the parts of the peak that the CPU backend's micro-kernel reaches from the first-level cache and
+// that whole tiles reach with packing included. Minima of interleaved repetitions; JSON on stdout.
 //   bench_cpu_gemm [--device x86-64-v3] [--plan PLAN] [--repeats 20]
 #include <fmt/format.h>
 
@@ -54,7 +54,7 @@ struct AlignedBytes {
 
 struct Measurement {
     std::string name;
-    double operations;  ///< of one run
+    double operations;  ///< operations of one run
     std::function<void()> run;
     double best_s = 1e30;
 };

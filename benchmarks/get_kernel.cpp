@@ -1,5 +1,5 @@
-// What get_kernel costs: a kernel that is known (target: under 1 µs), one that is on disk (under 5 ms), one that must be compiled; and
-// what the checks before a launch cost. On the CPU, so that it runs anywhere; FLCE_DEVICE=cuda asks for a GPU's kernels
+// Time of get_kernel: for a kernel that is known (target: under 1 µs), one that is on disk (under 5 ms), one that must be compiled; and
+// time of the checks before a launch. On the CPU, so that it runs anywhere; FLCE_DEVICE=cuda asks for a GPU's kernels
 // (--benchmark_filter='GetKernel').
 #include <benchmark/benchmark.h>
 
@@ -78,8 +78,8 @@ void GetKernel_HotFromTextThroughC(benchmark::State& state) {
 }
 BENCHMARK(GetKernel_HotFromTextThroughC);
 
-/// A new session over a warm directory, from nothing to the kernel. That it goes again is nobody's waiting. Another session keeps the
-/// device in use, as PyTorch would: a CUDA context takes a hundred milliseconds.
+/// A new session over a warm directory, from nothing to the kernel. Nobody waits for the session's end. Another session keeps the device in
+/// use, as PyTorch would: a CUDA context takes a hundred milliseconds.
 void GetKernel_Disk(benchmark::State& state) {
     CacheDirectory directory;
     const flce::Spec spec = flce::parse_spec(kSpecText);
@@ -111,7 +111,7 @@ void GetKernel_Cold(benchmark::State& state) {
 }
 BENCHMARK(GetKernel_Cold)->Unit(benchmark::kMillisecond);
 
-/// No tokens: nothing to compute, so what is left is checks, slots and the call itself.
+/// No tokens: nothing to compute, so that checks, slots and the call itself are left.
 void Forward_NoTokens(benchmark::State& state) {
     const auto kernel = warm_session().session.get_kernel(flce::parse_spec("D=8,V=16,dtype=fp32"));
     alignas(256) static float memory[4096];

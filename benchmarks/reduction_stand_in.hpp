@@ -1,4 +1,4 @@
-// What stands for a reduction over ranks on one GPU: a copy by the copy engine, or by blocks of a kernel, as NCCL's are. And a pause that a
+// Stand-in for a reduction over ranks on one GPU: a copy by the copy engine, or by blocks of a kernel, as NCCL's are. And a pause that a
 // stream makes.
 #pragma once
 

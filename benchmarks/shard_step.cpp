@@ -3,15 +3,15 @@
 //     bench_shard_step [--shape 8192x4096x128256]... [--shards 2,4,8] [--seconds 2] [--blocks 16] [--options SPEC] [--plan PLAN]
 //                      [--steps NAME,...]
 // Prints a JSON object a shape and number of shards. Times are medians in ms, `ratios` are to the GEMMs. The steps:
-//     all, default, grad_weight   what forward retains: everything in memory of its own; what Python does by default, within the bytes of
+//     all, default, grad_weight   amounts that forward retains: everything in memory of its own; Python's default, within the bytes of
 //                                 the whole layer's weight gradient; within the shard's weight gradient. Nothing is reduced
-//     copy                        as default, and grad_hidden's sum is stood for by a copy of its size on another stream
-//     blocks                      the same by --blocks blocks of a kernel that need an SM each, as NCCL's do
-//     blocks_<n>us                the same with a pause of n µs before what is left of grad_weight
-//     blocks_priority             the same with the other stream's priority raised
-//     blocks_in_line              the same on the call's own stream: what a reduction costs that is not hidden
-//     sequence                    as blocks with sequence parallel: hidden states are gathered in forward and in backward, by such blocks
-//     sequence_in_line            the same on the call's own stream
+//     copy                        like default, with a copy of grad_hidden's size on another stream in the place of its sum
+//     blocks                      like copy, with --blocks blocks of a kernel that need an SM each, as NCCL's do
+//     blocks_<n>us                like blocks, with a pause of n µs before the rest of grad_weight
+//     blocks_priority             like blocks, with the other stream's priority raised
+//     blocks_in_line              like blocks, on the call's own stream: the cost of a reduction that is not hidden
+//     sequence                    like blocks, with sequence parallel: hidden states are gathered in forward and backward, by such blocks
+//     sequence_in_line            like sequence, on the call's own stream
 // `timelines`: when forward, grad_hidden, the reduction and the step ended, in ms after the step began.
 #include <algorithm>
 #include <charconv>
@@ -52,7 +52,7 @@ struct Options {
     std::vector<unsigned> pauses_us = {3, 10};
     double seconds = 2;
     unsigned blocks = 16;
-    std::string more;  ///< of the spec
+    std::string more;  ///< options of the spec
     std::string plan;  ///< empty: the planner's
 };
 
@@ -194,7 +194,7 @@ private:
         });
     }
 
-    /// What a rank's communicator does in this step.
+    /// Collectives of a rank's communicator in this step.
     [[nodiscard]] Communicator communicator(const Step& step) {
         Communicator made{.rank = 0, .size = static_cast<int>(shards_)};
         made.all_gather = [this](const void* part, void* all, std::size_t bytes, flce::Stream stream) {

@@ -1,5 +1,5 @@
-// What it costs that many ranks of a machine start at once on a warm cache: processes that make a session and get a kernel each, from the
-// moment on which all of them may start, until each has its kernel.
+// Cost of many ranks of a machine that start at once on a warm cache: processes that make a session and get a kernel each, from the moment
+// on which all of them may start, until each has its kernel.
 //     bench_start_up [--processes 64] [--device cpu] [--spec SPEC]
 // Prints one JSON object. `ratio` is the median of many over the median of one, `per_core` the same with the processes that share a core
 // divided out: the goal is 1.5 for the latter.
@@ -32,7 +32,7 @@ struct Options {
     std::string device = "cpu";
     std::string spec = "D=2048,V=151936,dtype=bf16,tied";
     std::filesystem::path cache;
-    int report = -1;  // of a child: where it says when it was done
+    int report = -1;  // pipe on which a child reports when it was done
 };
 
 std::int64_t now_ns() {

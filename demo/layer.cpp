@@ -131,7 +131,7 @@ OutputLayer::Check OutputLayer::check(std::span<const float> hidden, std::span<c
     const double loss = loss_and_gradients(hidden, targets, grad_hidden);
 
     const auto n = static_cast<std::int64_t>(targets.size());
-    const auto hidden_bytes = hidden_.to_host<std::byte>();  // what the kernel has seen, rounded as it was
+    const auto hidden_bytes = hidden_.to_host<std::byte>();  // hidden states that the kernel has seen, rounded as they were
     const auto weight_bytes = weight_.to_host<std::byte>();
     const std::vector<std::int64_t> wide_targets(targets.begin(), targets.end());
     std::vector<std::int64_t> tokens(targets.size());

@@ -30,7 +30,7 @@ public:
 
     /// Mean loss of the tokens.
     double loss(std::span<const float> hidden, std::span<const std::int32_t> targets);
-    /// The same, with dL/dhidden into grad_hidden and dL/dweight added to grad_embedding().
+    /// Computes the loss, and writes dL/dhidden into grad_hidden and adds dL/dweight to grad_embedding().
     double loss_and_gradients(std::span<const float> hidden, std::span<const std::int32_t> targets, std::span<float> grad_hidden);
     /// To be called whenever the embedding has changed.
     void embedding_changed();
@@ -42,7 +42,7 @@ public:
         Verdict grad_weight;
         [[nodiscard]] bool passed() const { return loss.passed() && grad_hidden.passed() && grad_weight.passed(); }
     };
-    /// `between_blocks` is called now and then; what it throws ends the work.
+    /// `between_blocks` is called now and then; an exception ends the work.
     Check check(std::span<const float> hidden, std::span<const std::int32_t> targets, const std::function<void()>& between_blocks);
 
     [[nodiscard]] std::size_t workspace_bytes() const { return workspace_bytes_; }

@@ -10,7 +10,7 @@
 namespace flce::demo {
 namespace {
 
-constexpr std::int64_t kRows = 4;  // of a register block
+constexpr std::int64_t kRows = 4;  // rows of a register block
 constexpr std::int64_t kColumns = 8;
 
 void fill(std::span<float> values, double deviation, std::uint64_t seed) {
@@ -36,7 +36,7 @@ void multiply_full_block(std::int64_t n, std::int64_t k, const float* a, const f
     for (std::int64_t r = 0; r < kRows; ++r) std::memcpy(c + r * n, sums[r], sizeof sums[r]);
 }
 
-/// The same at the ragged ends, where there are fewer rows or columns.
+/// Multiplies a block at the ragged ends, where there are fewer rows or columns.
 void multiply_block(std::int64_t rows, std::int64_t columns, std::int64_t n, std::int64_t k, const float* a, const float* b, float* c) {
     for (std::int64_t r = 0; r < rows; ++r) {
         float sums[kColumns] = {};
