@@ -1,4 +1,4 @@
-// What docs/numerics.md allows, written down once more: the tests of the judge do not take its word for it.
+// Bounds of docs/numerics.md, written down once more: the tests of the judge do not take its word for them.
 #pragma once
 
 #include <algorithm>
@@ -8,7 +8,7 @@
 
 namespace flce::test {
 
-// A result that is off by so many times its bound is refused, or passes.
+// Multiples of its bound by which a result is off and is refused, or passes.
 inline constexpr double kRefused = 3;
 inline constexpr double kPasses = 0.5;
 inline constexpr double kFp32Unit = 0x1p-24;
@@ -23,7 +23,7 @@ inline double bound_of(double yardstick, double floor, double cap) {
     return yardstick <= cap ? std::min(bound, cap) : bound;
 }
 
-/// Of a logit: an fp32 sum of products.
+/// Error of a logit: an fp32 sum of products.
 inline double logit_error(double product_norm) { return 0.4 * kFp32Unit * std::sqrt(0.5) * product_norm; }
 inline double output_floor(double product_norm, double size) { return 8 * kFp32Unit + 2 * logit_error(product_norm) / size; }
 /// `rounded`: how many factors of the products are rounded, and the result.

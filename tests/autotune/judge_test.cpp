@@ -119,7 +119,7 @@ TEST_P(Judges, ConfidentTokens_BoundIsWhatTheirProbabilitiesAreKnownTo) {
             sizes.probabilities = sizes.gradients = 1;
             sizes.hidden_terms = larger;
             expect_bound(bound, [&](double error) { return judge.grad_hidden(one(error, 0), sizes); }, 0.9, 1.1);
-            // The same of a gradient that is as much larger as its terms.
+            // A gradient that is as much larger as its terms has an equal bound.
             sizes.hidden_terms = larger * 8;
             expect_bound(bound, [&](double error) { return judge.grad_hidden(norms(error, 0, 8, 1), sizes); }, 0.9, 1.1);
             sizes = plain_sizes();
@@ -127,7 +127,7 @@ TEST_P(Judges, ConfidentTokens_BoundIsWhatTheirProbabilitiesAreKnownTo) {
             sizes.probabilities = larger;
             sizes.num_terms = 1;
             expect_bound(bound, [&](double error) { return judge.grad_weight(one(error, 0), sizes); }, 0.9, 1.1);
-            // A term that is a tenth of what it adds up to is known no better for that.
+            // A term that is a tenth of its sum is known no better for that.
             sizes.grad_weight_terms = 0.1;
             expect_bound(bound, [&](double error) { return judge.grad_weight(one(error, 0), sizes); }, 0.9, 1.1);
             sizes.grad_weight_terms = 1;
@@ -146,7 +146,7 @@ TEST_P(Judges, ExpectedErrorBeyondTheCap_TwiceTheFrameworksErrorHoldsAgain) {
     LogitGradientSizes sizes = plain_sizes();
     sizes.probabilities = sizes.hidden_terms = 1e5;
     sizes.num_terms = 1;
-    const double yardstick = 0.2;  // more than what is expected
+    const double yardstick = 0.2;  // more than the expected error
     expect_bound(2 * yardstick, [&](double error) { return judge.gradient(norms(error, yardstick, 1, 1), &sizes); }, 0.99, 1.01);
     expect_bound(2 * yardstick, [&](double error) { return judge.grad_hidden(norms(error, yardstick, 1, 1), sizes); }, 0.99, 1.01);
     expect_bound(2 * yardstick, [&](double error) { return judge.grad_weight(norms(error, yardstick, 1, 1), sizes); }, 0.99, 1.01);

@@ -1,4 +1,4 @@
-// What the tuner asks of a candidate's results before it times them.
+// Checks that the tuner makes of a candidate's results before it times them.
 #include "autotune/measured_layer.hpp"
 
 #include <gtest/gtest.h>

@@ -115,7 +115,7 @@ double root_mean_square(const std::vector<float>& values) {
     return std::sqrt(sum / static_cast<double>(std::max<std::size_t>(values.size(), 1)));
 }
 
-/// What docs/numerics.md allows an output that a framework computes as wrong as `yardstick`.
+/// Bound by docs/numerics.md of an output that a framework computes as wrong as `yardstick`.
 double documented_bound(const CheckedLayer& layer, const std::string& output, const WrittenOutputs& right, double yardstick) {
     const Spec& spec = layer.spec;
     const double product_norm = 2 * std::sqrt(static_cast<double>(spec.hidden_size));
@@ -212,7 +212,7 @@ TEST_P(ChecksOutputs, GradWeightOfExponentials_MayHaveOneRoundingMore) {
     EXPECT_FALSE(layer.check(off(right, "grad_weight", 0.95 * bound), false).at("grad_weight").passed());
 }
 
-// Every row counts: of a token, of the vocabulary, and past the vocabulary, where a gradient has to be exactly what it was.
+// Every row counts: rows of tokens, of the vocabulary, and past the vocabulary, where a gradient has to be unchanged.
 TEST_P(ChecksOutputs, OneRowWrong_Refused) {
     for (const char* options :
          {",bias,padded_vocab_size=32", ",bias,padded_vocab_size=32,grad_weight_mode=accumulate,layout=hidden_major"}) {
@@ -284,7 +284,7 @@ TEST_P(ChecksOutputs, Top1_AnotherClassPassesWhereItsLogitIsAsLarge) {
 INSTANTIATE_TEST_SUITE_P(Dtypes, ChecksOutputs, testing::Values(DType::bf16, DType::fp16, DType::fp32),
                          [](const auto& info) { return std::string(to_string(info.param)); });
 
-// Of a layer that takes minutes in fp64 a sample is compared; what it leaves out is taken from the kernel.
+// A layer that takes minutes in fp64 is compared by a sample; numbers outside the sample are taken from the kernel.
 TEST(PlanCoverage, LargeLayer_SampleHasBothEndsAndTheTargets) {
     const Spec spec = parse_spec("D=4096,V=128000,dtype=bf16").normalized();
     RandomLayer layer{.num_tokens = 1000};

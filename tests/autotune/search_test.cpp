@@ -226,8 +226,8 @@ public:
     double budget_s = 12;
     double sample_s = 0.1;
     double check_s = 0.3;
-    double cold = 0;   ///< what a sample takes longer after a pause
-    double early = 0;  ///< what a sample takes longer in the first kEarly_s seconds
+    double cold = 0;   ///< time that a sample takes longer after a pause
+    double early = 0;  ///< time that a sample takes longer in the first kEarly_s seconds
     double clock_s = 0;
     std::size_t reserved = 0;
 
@@ -313,7 +313,7 @@ TEST_F(SlowSearchTest, DeviceThatIsColdAfterAPause_NobodyPaysForIt) {
 }
 
 TEST_F(SlowSearchTest, SlowAtFirst_RatioIsThatOfTheLastRounds) {
-    // The order of tiles is varied last: what is best is not there yet when the cost model's choice is timed first and most often.
+    // The order of tiles is varied last: the best plan is not there yet when the cost model's choice is timed first and most often.
     device_.ms = [](const Plan& plan) { return plan.cuda.raster == 16 ? 9.5 : 10.0; };
     device_.early = 0.1;
     device_.budget_s = 1e9;

@@ -50,7 +50,7 @@ TEST_F(TuneCall, SmallLayer_MeasuredKeptAndSaidAsTheCommandSaysIt) {
     EXPECT_EQ(json.at("record"), layer.record.string());
     EXPECT_EQ(json.at("measured"), layer.measured);
     EXPECT_EQ(json.at("items").size(), 1U);
-    // What has been measured is found again.
+    // Measurements are found again.
     EXPECT_EQ(tune(options()).layers.at(0).measured, 0U);
 }
 

@@ -130,7 +130,7 @@ int c_client_trains_on_cpu(const char* cache_dir) {
     int32_t place = -1;
     size_t chosen = 1;
     CHECK(flce_kernel_choose_retained(kernel, kTokens, NULL, &place, &chosen) == FLCE_OK &&
-          chosen == 0); /* so small a layer is not worth it */
+          chosen == 0); /* too small a layer to retain anything */
     retain.least_work = 1;
     CHECK(flce_kernel_choose_retained(kernel, kTokens, &retain, &place, &chosen) == FLCE_OK);
     CHECK(place == FLCE_RETAINED_GRAD_WEIGHT && chosen == backward.retained_bytes);
@@ -159,7 +159,7 @@ int c_client_trains_on_cpu(const char* cache_dir) {
     CHECK(memcmp(grad_weight, expected_grad, sizeof grad_weight) != 0);
     CHECK(flce_kernel_backward(kernel, &backward, workspace, bytes, NULL) == FLCE_OK);
     CHECK(memcmp(grad_weight, expected_grad, sizeof grad_weight) == 0);
-    /* The same from a caller compiled before there was a place. */
+    /* A caller compiled before there was a place gets equal results. */
     forward.struct_size = offsetof(flce_forward_args, retained_place);
     backward.struct_size = offsetof(flce_backward_args, retained_place);
     memset(grad_weight, 0, sizeof grad_weight);
@@ -198,7 +198,7 @@ int c_client_trains_on_cpu(const char* cache_dir) {
     return 0;
 }
 
-/* The same with a teacher: its probabilities times ln V, and its classes in the gradient of the weight. */
+/* Distillation: a teacher's probabilities times ln V, and its classes in the gradient of the weight. */
 int c_client_distils_on_cpu(const char* cache_dir) {
     enum { kClasses = 2 };
     flce_session* session = NULL;
@@ -374,7 +374,7 @@ int c_client_struct_sizes(const char* cache_dir) {
     CHECK(flce_session_create(&options.known, &session) == FLCE_ERROR_ARGUMENT);
     CHECK(strstr(flce_last_error(), "options.reserved is 1") != NULL);
     options.known.reserved = 0;
-    options.known.num_records = 1; /* of none */
+    options.known.num_records = 1; /* one record of none */
     CHECK(flce_session_create(&options.known, &session) == FLCE_ERROR_ARGUMENT);
     CHECK(strstr(flce_last_error(), "options.records is NULL") != NULL);
     options.known.struct_size = offsetof(flce_session_options, no_records); /* a caller from before they were */

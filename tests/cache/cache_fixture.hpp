@@ -1,4 +1,4 @@
-// A cache directory, what is in it, and what is said about it.
+// A cache directory, its contents, and messages about it.
 #pragma once
 
 #include <filesystem>
@@ -15,7 +15,7 @@ protected:
     [[nodiscard]] int warnings() const { return log_.warnings(); }
     [[nodiscard]] std::filesystem::path entry_path(const CacheKey& key) const { return DiskStore(directory_.path()).path_of(key); }
 
-    /// What a process that starts now gets for `key`; counts whether it had to create it.
+    /// Payload that a process that starts now gets for `key`; counts whether it had to create it.
     std::string fresh_get(const CacheKey& key, int& created) {
         ArtifactCache cache({.directory = directory_.path()});
         const auto artifact = cache.get_or_create(key, [&] { return ++created, artifact_of("made again"); });

@@ -85,10 +85,10 @@ TEST_F(CleanupFaults, AtEveryCall_NothingWithinTheLimitIsLostAndTheNextMends) {
                   [&] {
                       expect_what_is_within_the_limit();
                       EXPECT_FALSE(result.busy);
-                      // What it says is so, or it says that it does not know.
+                      // The result's counts are right, or the result says that it does not know.
                       std::int64_t there = 3;
                       for (const char* name : kBeyond) there += has(name) ? 1 : 0;
-                      // ENOENT alone: what is not there is not missing.
+                      // ENOENT alone: a file that is not there is not missing.
                       if (result.fault.empty() && injected_ != ENOENT) {
                           EXPECT_EQ(result.kept_entries, there);
                           EXPECT_EQ(result.removed_entries, 5 - there);
@@ -117,7 +117,7 @@ TEST_F(CleanupFaults, OnNfs_NothingWithinTheLimitIsLost) {
 TEST_F(CleanupFaults, OldestCannotBeRemoved_NewerOnesStay) {
     if (!here()) return;
     fill();
-    EXPECT_EQ(clean_up(directory_.path(), ~0ULL).fault, "");  // what dead processes left
+    EXPECT_EQ(clean_up(directory_.path(), ~0ULL).fault, "");  // removes files of dead processes
     arm_(-1, 0, 0);
     (void)clean_up(directory_.path(), ~0ULL);
     const int before_removing = disarm_() - 1;  // the last call lets go of the turn

@@ -82,13 +82,13 @@ protected:
     void before_call(const char* end_of_path, std::function<void()> then) {
         then_ = std::move(then);
         before_(end_of_path, [] {
-            const auto now = std::move(then_);  // which may name what is to be done before a later call
+            const auto now = std::move(then_);  // `now` may name something to be done before a later call
             now();
         });
     }
 
-    int most_warnings_ = 1;  ///< that an attempt may end in
-    int injected_ = 0;       ///< of at_every_call: the error of the last attempt, 0 for none
+    int most_warnings_ = 1;  ///< most warnings that an attempt may end in
+    int injected_ = 0;       ///< error of the last attempt of at_every_call, 0 for none
     static inline std::function<void()> then_;
     void (*before_)(const char*, void (*)()) = nullptr;
     void (*arm_)(int, int, int) = nullptr;

@@ -1,4 +1,4 @@
-// What goes wrong on real machines: kills at any moment, many processes, dead ones' locks, clocks that jump, file systems that fail.
+// Faults of real machines: kills at any moment, many processes, dead ones' locks, clocks that jump, file systems that fail.
 #include <fcntl.h>
 #include <fmt/format.h>
 #include <gmock/gmock.h>
@@ -31,7 +31,7 @@ using testing::HasSubstr;
 
 using FaultsTest = ArtifactCacheTest;
 
-/// What a process does that needs `key` and finds nothing.
+/// A process that needs `key` and finds nothing.
 int publish_one(const fs::path& directory, const char* name) {
     ArtifactCache cache({.directory = directory});
     return payload_text(*cache.get_or_create(key_of(name), [&] { return artifact_of(name); })) == name ? 0 : 1;

@@ -68,7 +68,7 @@ TEST_F(HttpsTest, TrustedAuthority_KeepsAndGives) {
     const auto server = test::start_nginx(why_, {.tls = certificate()});
     if (!server) GTEST_SKIP() << why_;
     test::expect_a_cache(trusting(server->url));
-    // As a folder of certificates, and as sessions are told.
+    // certificates as a folder, and as sessions are told
     RemoteOptions in_a_folder = trusting(server->url);
     in_a_folder.authorities = folder_.path() / "authority";
     EXPECT_EQ(payload_of(RemoteStore(in_a_folder).get(key_of("small"))), "another");
@@ -137,7 +137,7 @@ TEST_F(HttpsTest, RedirectFromHttp_FollowedWithoutTheLogin) {
     if (!server) GTEST_SKIP() << why_;
     const auto before = test::start_nginx(why_, {.redirect_to = fmt::format("https://127.0.0.1:{}", server->port)});
     const std::string url = fmt::format("http://u:geheim@127.0.0.1:{}/cache", before->port);
-    test::expect_a_cache(trusting(url));  // what is put arrives whole
+    test::expect_a_cache(trusting(url));  // entries arrive whole
     // To where it leads the same is asked for as of an https URL.
     RemoteOptions theirs = trusting(url);
     theirs.authorities = test::CertificateAuthority().write(folder_.path(), "another");

@@ -1,4 +1,4 @@
-// What the library's logger says meanwhile.
+// Captures the messages of the library's logger.
 #pragma once
 
 #include <spdlog/sinks/ostream_sink.h>

@@ -106,7 +106,7 @@ TEST_F(NetworkFaults, HitThatCountsAsUse_RightKernelWhichStaysPublished) {
 TEST_F(NetworkFaults, HarmedEntryMovedAside_RightKernelAndNoOtherIsLost) {
     if (!here()) return;
     publish("other", "p");
-    most_warnings_ = 3;  // of the harmed entry, which may be looked at twice, and of the file system
+    most_warnings_ = 3;  // warnings of the harmed entry, which may be looked at twice, and of the file system
     int created = 0;
     at_every_call(
         [&] {
@@ -199,7 +199,7 @@ TEST_F(NetworkFaults, DirectoryOnNfs_OneBuilderOnThisMachine) {
     for (const auto& file : fs::directory_iterator(fs::temp_directory_path() / fmt::format("flce-locks-{}", ::geteuid()))) {
         EXPECT_FALSE(file.path().filename().string().starts_with(key_of("k").hex())) << file.path();
     }
-    // Nor is anything locked where others could hold it for ever.
+    // Nothing is locked either where others could hold the lock for ever.
     const fs::path locks = fs::temp_directory_path() / fmt::format("flce-locks-{}", ::geteuid());
     fs::permissions(locks, fs::perms::all);
     EXPECT_FALSE(lock("k", 50).held());

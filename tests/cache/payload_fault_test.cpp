@@ -64,7 +64,7 @@ TEST_F(PayloadFault, EveryTiersEntry_IsPassedOverAndNotCopied) {
     EXPECT_EQ(cache.statistics().pack_hits, 1);
     int created = 0;
     EXPECT_EQ(fresh_get(key_of("k"), created), "good in b");
-    // What was passed over once is not read again.
+    // An entry that was passed over once is not read again.
     ArtifactCache diskless({.further = {packs}});
     EXPECT_EQ(get(diskless), "good in b");
     EXPECT_EQ(diskless.statistics().pack_faults, 0);

@@ -1,4 +1,4 @@
-// What must hold of every remote cache.
+// Checks that every remote cache must pass.
 #pragma once
 
 #include <chrono>
@@ -10,7 +10,7 @@ namespace flce::test {
 
 inline constexpr std::chrono::milliseconds kPatience{20'000};  // no test waits for it
 
-/// What was found; "fault" and "absent" where there is nothing.
+/// Payload that was found; "fault" and "absent" where there is nothing.
 [[nodiscard]] std::string payload_of(const Lookup& found);
 
 /// In several packets.

@@ -68,7 +68,7 @@ TEST(RemoteCache, NginxWithDav_KeepsAndGives) {
     const auto server = test::start_nginx(why);
     if (!server) GTEST_SKIP() << why;
     expect_a_cache({.url = server->url, .timeout = kPatience});
-    // As plain files, which other tools read.
+    // entries are plain files, which other tools read
     const std::string hex = key_of("small").hex();
     EXPECT_TRUE(std::filesystem::exists(server->folder.path() / "data/cache" / hex.substr(0, 2) / (hex + ".art")));
 }

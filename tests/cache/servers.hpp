@@ -27,7 +27,7 @@ public:
     ServerProcess(const std::vector<std::string>& command, const std::filesystem::path& folder, int port,
                   const std::vector<std::string>& environment = {});
     ~ServerProcess();
-    /// Asks it to end and waits until it has: what it has to write about requests that it has answered is written then.
+    /// Asks the server to end and waits until it has: it then writes its log of requests that it has answered.
     void finish();
     ServerProcess(const ServerProcess&) = delete;
     ServerProcess& operator=(const ServerProcess&) = delete;

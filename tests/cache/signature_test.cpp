@@ -74,7 +74,7 @@ TEST_F(SignatureTest, KeyFileOfAnotherKind_ErrorNamesTheFile) {
     test::write_file(folder_.path() / "junk.pem", "-----BEGIN PRIVATE KEY-----\nAAAA\n-----END PRIVATE KEY-----\n");
     EXPECT_THAT([&] { (void)SigningKey::read(nothing); }, testing::ThrowsMessage<EnvironmentError>(HasSubstr("nothing.pem")));
     EXPECT_THROW((void)SigningKey::read(folder_.path() / "junk.pem"), EnvironmentError);
-    // As long as an Ed25519 key, and made for something else.
+    // a key as long as an Ed25519 key, made for something else
     test::write_file(
         folder_.path() / "x25519.pem",
         "-----BEGIN PUBLIC KEY-----\nMCowBQYDK2VuAyEACSDwCSDwCSDwCSDwCSDwCSDwCSDwCSDwCSDwCSDwCSA=\n-----END PUBLIC KEY-----\n");

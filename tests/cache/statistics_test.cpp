@@ -1,4 +1,4 @@
-// What is counted where the cache directory cannot take it: a file of the user's own on this machine.
+// Counts where the cache directory cannot take them: a file of the user's own on this machine.
 #include <fcntl.h>
 #include <fmt/format.h>
 #include <gmock/gmock.h>
@@ -86,7 +86,7 @@ TEST_F(MachineStatisticsTest, DirectoryThatTakesThem_NothingElsewhere) {
     need("k", {.directory = directory_.path()});
     EXPECT_EQ(read_statistics(directory_.path()).created, 1);
     EXPECT_FALSE(fs::exists(folder()));
-    // Nor where there is nothing to count.
+    // There is no file either where there is nothing to count.
     {
         const ArtifactCache unused({.counts_on_machine = true});
     }
@@ -149,7 +149,7 @@ TEST_F(MachineStatisticsTest, FolderThatSomebodyElsePrepared_NotUsedAndNotNotice
         expect_unused("owned by user 12345");
         fs::remove_all(folder());
     }
-    // A link to what is the user's own: the temporary directory is everybody's, so that another may have made it.
+    // A link to a folder of the user's own: the temporary directory is everybody's, so that another may have made the link.
     fs::create_directory(directory_.path() / "own");
     fs::permissions(directory_.path() / "own", fs::perms::owner_all);
     test::write_file(directory_.path() / "own" / "statistics", "precious");

@@ -58,7 +58,7 @@ TEST_F(CacheCommand, Stats_CountsByTierOverProcesses) {
     for (const char* tier : {"memory", "local", "packs", "remote"}) {
         for (const char* counter : {"hits", "misses", "faults"}) EXPECT_TRUE(stats.at("tiers").at(tier).contains(counter));
     }
-    // The second prewarm's, and one of each when it makes sure that what it compiled is kept.
+    // The second prewarm's hit, and one of each prewarm when it makes sure that its kernels are kept.
     EXPECT_EQ(stats.at("tiers").at("local").at("hits"), 3);
     EXPECT_EQ(stats.at("tiers").at("local").at("misses"), 1);
 }
@@ -126,7 +126,7 @@ TEST_F(CacheCommand, Verify_LoadsPayloadsWhenAsked) {
     const std::string pack = folder_ / "a.flcepack";
     ASSERT_EQ(run({"cache", "export", "--pack", pack}).exit_code, 0);
     spoil_payloads(folder_ / "cache");
-    EXPECT_EQ(run({"cache", "verify"}).exit_code, 0);  // as entries they are sound
+    EXPECT_EQ(run({"cache", "verify"}).exit_code, 0);  // entries by themselves are sound
     const ProcessResult harmed = run({"cache", "verify", "--load", "--json"});
     EXPECT_EQ(harmed.exit_code, 1);
     ASSERT_EQ(harmed.json().at("bad").size(), 1u);
@@ -344,7 +344,7 @@ TEST_F(CacheCommand, PackOnAMachineWithoutNvrtc_HoldsTheCubins) {
     const ProcessResult used = run(prewarm, container);
     ASSERT_EQ(used.exit_code, 0) << used.err;
     EXPECT_EQ(used.json().at("compiled"), 0);
-    // What no pack holds is an error that says so, and why it cannot be made here.
+    // A kernel that no pack holds is an error that says so, and why the kernel cannot be made here.
     const ProcessResult missing = run({"prewarm", "--spec", "D=128,V=500,dtype=fp32,bias", "--device", "sm_80"}, container);
     EXPECT_EQ(missing.exit_code, 3);
     EXPECT_THAT(missing.err, AllOf(HasSubstr("no cache or pack holds"), HasSubstr("cannot be compiled here"), HasSubstr("FLCE_NVRTC")));

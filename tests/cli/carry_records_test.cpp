@@ -70,7 +70,7 @@ TEST_F(CarryRecords, SameKernels_RecordGetsTheirVersion) {
     expect_carried(carry(flce_program()));
     expect_carried(carry(flce_program(), {"--except", "flce_prepare"}));
 
-    // Of a candidate with other tiles.
+    // a candidate with other tiles
     const std::vector<Plan> plans = candidate_plans(parse_spec(record->key.spec), describe_device("h100"));
     const auto other = std::ranges::find_if(plans, [&](const Plan& plan) {
         return plan.path == plans.front().path && !(plan.cuda.grad_weight == plans.front().cuda.grad_weight);

@@ -1,4 +1,4 @@
-// The flce program as its users meet it: exit codes, what is on stdout and what on stderr, JSON keys, refusals.
+// The flce program as its users meet it: exit codes, text on stdout and on stderr, JSON keys, refusals.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -409,7 +409,7 @@ TEST(FlcePrewarm_HfConfig, IsRead) {
         << R"({"hidden_size": 16, "vocab_size": 50, "torch_dtype": "float32", "tie_word_embeddings": true})";
     const auto json = expect_json({"prewarm", "--hf-config", folder / "config.json", "--device", "cpu", "--json"});
     EXPECT_EQ(json["items"][0]["spec"], "D=16,V=50,dtype=fp32,tied");
-    // What a plain autograd step asks for: a run of it is ready too.
+    // A plain autograd step asks for this spec: a run of it is ready too.
     EXPECT_EQ(json["items"][1]["spec"], "D=16,V=50,dtype=fp32");
     expect_refused({"prewarm", "--hf-config", folder / "absent.json", "--device", "cpu"}, 2, "absent.json");
     std::ofstream(folder / "bad.json") << R"({"hidden_size": 16})";

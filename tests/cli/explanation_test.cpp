@@ -1,4 +1,4 @@
-// What flce explain says is consistent with itself: over specs, devices, limits, numbers of tokens and threads.
+// Consistency of flce explain: over specs, devices, limits, numbers of tokens and threads.
 #include <fmt/format.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

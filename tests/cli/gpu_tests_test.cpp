@@ -71,7 +71,7 @@ TEST_F(ManyCasesAtOnce, PassedAndSkipped_AreCountedAndPassedOnesLeftOutAfterward
     fs::rename(folder_ / "run.json", folder_ / "first.json");
     const ProcessResult rest = run("good skipped goods", {"--after", folder_ / "first.json"});
     EXPECT_EQ(rest.exit_code, 0) << rest.err;
-    EXPECT_THAT(rest.out, HasSubstr("| test_any:Gpu/Suite | 1 | 0 | 1 | 0 | 0 |"));  // what was skipped may run on another GPU
+    EXPECT_THAT(rest.out, HasSubstr("| test_any:Gpu/Suite | 1 | 0 | 1 | 0 | 0 |"));  // a skipped test may run on another GPU
     EXPECT_THAT(text("run.json"), HasSubstr("goods"));
     const ProcessResult nothing = run("good", {"--after", folder_ / "first.json"});
     EXPECT_EQ(nothing.exit_code, 0) << nothing.err;

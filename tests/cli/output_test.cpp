@@ -1,5 +1,5 @@
-// Where results go: a standard output that fails, errors as JSON, file names that are no UTF-8; and flce info, which has to outlive what
-// it diagnoses.
+// Places of results: a standard output that fails, errors as JSON, file names that are no UTF-8; and flce info, which has to outlive the
+// faults that it diagnoses.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <sys/stat.h>

@@ -1,4 +1,4 @@
-// flce prewarm: manifests, workers, packs, --check, and strict runs on what it made.
+// flce prewarm: manifests, workers, packs, --check, and strict runs on prewarmed kernels.
 #include <dlfcn.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -58,7 +58,7 @@ TEST_F(Prewarm, Manifest_SpecsConfigsDevicesAndLimits) {
     EXPECT_EQ(run({"--manifest", manifest}).json().at("compiled"), 0);
 }
 
-// What Trainer(bf16=True) asks for of a model whose config.json says something else.
+// Trainer(bf16=True) asks for these dtypes where a model's config.json says something else.
 TEST_F(Prewarm, HfConfigUnderAutocast_WeightStaysFp32) {
     const std::string config = write("config.json", R"({"hidden_size": 16, "vocab_size": 50, "torch_dtype": "float16"})");
     const auto specs = [&](const std::vector<std::string>& arguments) {
@@ -314,7 +314,7 @@ TEST_F(Prewarm, CudaPack_ServesEveryBudgetItWasMadeFor) {
     const auto there = run_flce(installed, {.environment = of_container, .program = container / "flce", .directory = container.path()});
     EXPECT_EQ(there.exit_code, 0) << there.out << there.err;
     std::vector<std::string> other = check;
-    other[3] = "sm_87";  // the same limits, plans and sources: the architecture alone is another
+    other[3] = "sm_87";  // limits, plans and sources are equal, the architecture alone is another
     const ProcessResult elsewhere_too = run(other, elsewhere);
     EXPECT_EQ(elsewhere_too.json().at("missing").size(), built.json().at("items").size()) << elsewhere_too.out;
     check[7] = "24M";

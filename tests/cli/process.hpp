@@ -1,4 +1,4 @@
-// Runs the flce program and collects what it says.
+// Runs the flce program and collects its output.
 #pragma once
 
 #include <filesystem>
@@ -13,7 +13,7 @@ struct ProcessResult {
     int exit_code = -1;  ///< −signal where a signal ended it
     std::string out;
     std::string err;
-    [[nodiscard]] nlohmann::json json() const;  ///< of out; a discarded value where out is not exactly one JSON value
+    [[nodiscard]] nlohmann::json json() const;  ///< JSON of out; a discarded value where out is not exactly one JSON value
 };
 
 struct ProcessOptions {
@@ -21,7 +21,7 @@ struct ProcessOptions {
     int interrupt_after_ms = 0;                      ///< > 0: sends SIGINT then
     std::filesystem::path program;                   ///< empty: the flce that was built
     std::filesystem::path directory;                 ///< where it runs; empty: here
-    std::filesystem::path out;                       ///< what standard output is instead of ProcessResult::out
+    std::filesystem::path out;                       ///< file in the place of ProcessResult::out
     bool out_closed = false;                         ///< there is no standard output
 };
 

@@ -290,7 +290,7 @@ TEST(FlceRun_OutputThatIsNoFile, IsRefusedAndLeftAsItIs) {
         EXPECT_THAT(result.err, HasSubstr("is not a regular file"));
     }
     EXPECT_TRUE(std::filesystem::is_fifo(layer.folder_ / "fifo"));
-    // A link stays one: what it points to is written.
+    // A link stays one: its target is written.
     std::ofstream(layer.folder_ / "real") << "before";
     std::filesystem::create_symlink("real", layer.folder_ / "out link");
     ASSERT_EQ(run_into(layer.folder_ / "out link").exit_code, 0);

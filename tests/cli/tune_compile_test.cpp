@@ -1,4 +1,4 @@
-// What flce tune finds compiled, and the scripts that measure with it.
+// Kernels that flce tune finds compiled, and the scripts that measure with it.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 

@@ -19,7 +19,7 @@ using ::testing::Not;
 namespace fs = std::filesystem;
 
 constexpr const char* kTunedSpec = "D=32,V=300,dtype=fp32";
-/// Of the cost model's first candidates on every x86-64: another chunk than the default's.
+/// Another plan of the cost model's first candidates on every x86-64: its chunk is not the default's.
 std::string another_plan() {
     const auto explained = run_flce({"explain", "--spec", kTunedSpec, "--device", "cpu", "--json"}).json();
     std::string plan = explained.at("plan").get<std::string>();
@@ -65,7 +65,7 @@ TEST_F(FlceTune, Record_SessionsPlanByIt) {
     EXPECT_EQ(record.best_plan(), result.at("best_plan"));
     EXPECT_EQ(record.key.request.num_tokens, 64);
     EXPECT_EQ(record.runs.begin()->second.commit, "abc123");
-    // Blocks and panels of the register block are among what was varied.
+    // Blocks and panels of the register block are among the varied coordinates.
     std::set<std::tuple<int, int, int, int>> blocks;
     for (const auto& [text, candidate] : record.candidates) {
         EXPECT_EQ(candidate.outcome, Outcome::ok) << text << ": " << candidate.why;
@@ -97,7 +97,7 @@ TEST_F(FlceTune, Again_MeasuresOnlyWhatIsNew) {
     const Record record = read(more);
     ASSERT_TRUE(record.candidates.contains(own));
     EXPECT_GT(record.candidates.at(own).sample_count(), 0U);
-    // Of the others nothing was measured again.
+    // Other candidates are not measured again.
     for (const auto& [plan, candidate] : read(first).candidates) EXPECT_EQ(record.candidates.at(plan), candidate) << plan;
     EXPECT_EQ(tune({"--fresh"}).at("measured").get<int>() > 10, true);
 }
@@ -167,7 +167,7 @@ TEST_F(FlceTune, GraphRefused_AllIsMeasuredAgainForARecordThatSaysSo) {
     EXPECT_EQ(record.runs.size(), 1U);
     EXPECT_GT(record.candidates.at(own).sample_count(), 0U);
     EXPECT_GT(record.candidates.at(json.at("default_plan").get<std::string>()).sample_count(), 0U);
-    // What was timed otherwise before is in no record.
+    // Times of before, measured with graphs, are in no record.
     const auto shown = run({"--show", "--json"}).json();
     EXPECT_EQ(shown.at("records").size(), 1U);
     // A second run is refused again, and finds all of it there.
@@ -175,7 +175,7 @@ TEST_F(FlceTune, GraphRefused_AllIsMeasuredAgainForARecordThatSaysSo) {
 }
 
 TEST_F(FlceTune, GraphRefused_RecordMeasuredWithGraphsStaysAsItIs) {
-    const auto graphs = tune({"--coordinates", "chunk"});  // of a CPU: of launches, unless it is said to be of graphs
+    const auto graphs = tune({"--coordinates", "chunk"});  // samples of a CPU are launches, unless it is said to use graphs
     Record other = read(graphs);
     fs::remove(graphs.at("record").get<std::string>());
     other.key.policy = kGraphMeasurementPolicy;
@@ -275,7 +275,7 @@ TEST_F(FlceTune, CandidatesFile_ReadWithComments) {
 }
 
 TEST_F(FlceTune, WorkspaceLimit_WhatIsRetainedKeepsToIt) {
-    // Accumulated gradients cannot be lent, so what is retained lies in what the limit leaves. A smaller layer is not worth it.
+    // Accumulated gradients cannot be lent, so retained values lie in the memory that the limit leaves. A smaller layer is not worth it.
     const std::vector<std::string> spec{"--spec", "D=64,V=4096,dtype=fp32,grad_weight_mode=accumulate", "--num-tokens", "64", "--device",
                                         "cpu"};
     std::vector<std::string> arguments = spec;
@@ -400,7 +400,7 @@ TEST_F(FlceTuneRecords, Merge_OfManyRanksCanBeRead) {
     EXPECT_EQ(all->runs.size(), 1100U);
 }
 
-// What several nodes have published of one key, in files of their own, is one record to every reader and writer.
+// Files that several nodes have published of one key are one record to every reader and writer.
 TEST_F(FlceTuneRecords, FilesOfSeveralNodes_AreOneRecord) {
     std::string why;
     const auto one = read_record_file(records_ / "a.json", why);

@@ -139,7 +139,7 @@ TEST_P(CpuKernelTest, OneKernelOnManyThreads_TheSameBits) {
 
 INSTANTIATE_TEST_SUITE_P(Isa, CpuKernelTest, testing::ValuesIn(isa_levels()), isa_name);
 
-/// What a child that was forked beside a call does: a call of its own. Its exit status: 0 where that had the `expected` bits.
+/// A call in a child that was forked beside a call. The child's exit status is 0 where its call had the `expected` bits.
 [[noreturn]] void compute_in_child(const std::shared_ptr<const Kernel>& kernel, const Problem& problem,
                                    const std::map<std::string, std::vector<std::byte>>& expected) {
     ::alarm(60);  // a child that hangs is ended by a signal

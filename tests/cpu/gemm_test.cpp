@@ -65,7 +65,7 @@ TEST_P(Gemm, Bf16Pairs_MultiplyBothHalves) {
     }
 }
 
-/// What a pack routine has to write: [units, width] of fp32 or of bf16 pairs.
+/// Bytes that a pack routine has to write: [units, width] of fp32 or of bf16 pairs.
 std::vector<std::byte> packed(const std::vector<float>& source, std::int64_t ld, const PackOptions& o, std::int64_t valid,
                               std::int64_t depth) {
     const int per_unit = o.bf16_pairs ? 2 : 1;

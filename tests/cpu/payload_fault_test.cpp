@@ -44,7 +44,7 @@ TEST(CpuObject, ThatCannotBeUsed_IsCompiledAgainAndPutAside) {
     const BuildRequest request = cpu_request("D=64,V=500,dtype=fp32");
     const test::TemporaryDirectory folder;
     const fs::path directory = folder.path() / "cache";
-    // Whole objects of others, too: one that misses functions, one that misses what it calls.
+    // Whole objects of others, too: one that lacks functions, one that lacks the functions that it calls.
     const CpuProperties& cpu = request.device.cpu;
     const auto other_object = compile_host_object(cpu, "other", [](llvm::Module&) {});
     const std::map<std::string, Change> changes = {

@@ -43,7 +43,7 @@ std::vector<CudaUnit> candidates(const Tiles& tiles, const std::string& kernel, 
     for (const Plan& plan : plans) {
         if (plan.path != tiles.path || plan.strategy != tiles.strategy) continue;
         if (raster == 0) raster = plan.cuda.raster;
-        if (plan.cuda.raster != raster) continue;  // the same kernels in another order of tiles
+        if (plan.cuda.raster != raster) continue;  // another order of tiles has no other kernels
         const CudaProgram program = generate_cuda(spec, device, plan);
         options = program.options;
         for (const CudaUnit& unit : program.units) {

@@ -78,7 +78,7 @@ void expect_sound(const std::vector<KernelResources>& report, const Plan& plan) 
     }
 }
 
-// As the runtime compiles them: every GEMM by itself.
+// Compiles units like the runtime: every GEMM by itself.
 TEST_P(CudaSourceCompile, Units_CompileWithoutSpills) {
     const auto& [arch, variant] = GetParam();
     FLCE_FROM_LEVEL(level_of(arch, variant.name));

@@ -1,4 +1,4 @@
-// Which kernels tell capped logits by their falls, and with which numbers.
+// Kernels that tell capped logits by their falls, and their numbers.
 #include "generator/cuda/common/falls.hpp"
 
 #include <fmt/core.h>

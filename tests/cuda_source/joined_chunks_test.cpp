@@ -75,7 +75,7 @@ TEST(ChunkPhases, AnyShape_CoverTheVocabularyOnce) {
     }
 }
 
-/// Whether `before` is among what `phase` waits for, directly or by what that waits for.
+/// Whether `phase` waits for `before`, directly or through other phases.
 bool follows(const Shape& shape, const Phase& phase, const Phase& before) {
     Phases phases(shape);
     phases.kind = phase.first;
@@ -295,7 +295,7 @@ TEST(JoinedChunks, CountersAndSums_HaveTheirPlaceInTheWorkspace) {
     }
 }
 
-/// What the last launch does to rows of grad_hidden.
+/// Work of the last launch on rows of grad_hidden.
 ScatterRowsParams scattered(const Pass& pass) {
     ScatterRowsParams params{};
     EXPECT_EQ(pass.count("flce_scatter_rows"), 1);
@@ -383,7 +383,7 @@ TEST(JoinedChunks, Bias_IsAddedUpInTheLaunch) {
             }
         }
     }
-    // As wide as without a bias where the call wants both gradients, and otherwise as the partial sums allow.
+    // widths are those without a bias where the call wants both gradients, and otherwise as large as the partial sums allow
     const auto widest = [](const std::string& spec, const std::map<Slot, std::int64_t>& others) {
         return backward_of(spec, 4096, others).joined().front().pair_width;
     };

@@ -48,8 +48,8 @@ namespace flce::test {
     return all;
 }
 
-/// What NVRTC prints of a unit. A text is compiled once in a process, and where FLCE_TEST_CACHE names a folder once in a run: many units of
-/// different options are the same.
+/// Log of NVRTC for a unit. A text is compiled once in a process, and where FLCE_TEST_CACHE names a folder once in a run: many units of
+/// different options are equal.
 [[nodiscard]] inline std::string compile_log(const CudaUnit& unit, const std::vector<std::string>& options) {
     static std::map<std::string, std::string> logs;
     std::string text = unit.source;
@@ -74,7 +74,7 @@ namespace flce::test {
     return logs[name] = log;
 }
 
-/// What ptxas says of every kernel of `unit`. Fails the test on a warning, or where a kernel is missing.
+/// Resources by ptxas of every kernel of `unit`. Fails the test on a warning, or where a kernel is missing.
 [[nodiscard]] inline std::vector<KernelResources> compiled(const CudaUnit& unit, std::vector<std::string> options) {
     options.emplace_back("--ptxas-options=-v");
     const std::string log = compile_log(unit, options);

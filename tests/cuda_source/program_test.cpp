@@ -1,4 +1,4 @@
-// What a CUDA program launches, read from its launch programs: every token and every column exactly once, only what is wanted.
+// Launches of a CUDA program, read from its launch programs: every token and every column exactly once, only wanted outputs.
 #include <fmt/core.h>
 #include <gtest/gtest.h>
 
@@ -214,7 +214,7 @@ TEST(ForwardProgram, MoreTokens_NeedNoSmallerWorkspace) {
 TEST(ForwardProgram, FewTokens_AreCopiedAndReducedAsTheyAre) {
     struct Case {
         const char* spec;
-        std::int64_t fields;  ///< of a partial sum
+        std::int64_t fields;  ///< fields of a partial sum
     };
     for (const auto& [spec, fields] : {Case{"D=64,V=200000", 2},
                                        {"D=64,V=200000,outputs=loss+entropy,label_smoothing=0.1", 4},

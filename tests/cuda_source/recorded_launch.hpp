@@ -29,7 +29,7 @@ struct Recorded {
     }
 };
 
-/// What a pass launches, in order, and what it sets to 0: bytes by address.
+/// Launches of a pass, in order, and memory that it sets to 0: bytes by address.
 struct Launched {
     std::vector<Recorded> launches;
     std::map<std::int64_t, std::int64_t> memsets;

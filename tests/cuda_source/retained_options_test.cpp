@@ -111,7 +111,7 @@ TEST(RetainedSmoothing, SumsComeBeforeWhatTakesThem) {
     EXPECT_EQ(totals.smoothing_total, sums.hidden_sums + kSmoothingParts * 2048) << "behind the last sum";
 }
 
-// What sums dz over tokens is one more column of the GEMM that makes grad_weight. Its factors are the rows' scales in two parts.
+// grad_bias, dz summed over tokens, is one more column of the GEMM that makes grad_weight. Its factors are the rows' scales in two parts.
 TEST(RetainedBias, GradWeightAddsItUp) {
     const CallSlots slots = test::made_up_call(kTokens, {});
     for (const char* options : {",bias", ",bias,softcap=30", ",bias,teacher_top_k=64", ",bias,grad_weight_mode=accumulate"}) {
@@ -165,7 +165,7 @@ TEST(RetainedBias, ChunkByChunk_GemmsLeaveItAlone) {
     EXPECT_GT(pass.count("grad_bias"), 0);
 }
 
-// What is computed again has label smoothing in its logits' gradients.
+// Chunks that are computed again have label smoothing in their logits' gradients.
 TEST(RetainedSmoothing, ChunksLackNothing) {
     const Launched pass = backward_of(",label_smoothing=0.1,bias", {}, kHalf);
     int chunks = 0;
@@ -231,7 +231,7 @@ TEST(RetainedTeacher, ChunksHaveTheClassesThatAreNotRetained) {
     }
 }
 
-// What exponentials are relative to is the largest logit of the target and the teacher's classes.
+// Exponentials are relative to the largest logit of the target and the teacher's classes.
 TEST(RetainedTeacher, LogitsComeBeforeReferences) {
     const Spec spec = parse_spec("D=2048,V=151936,dtype=bf16,teacher_top_k=64,temperature");
     const Device device = describe_device("h100");

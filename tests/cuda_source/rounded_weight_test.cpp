@@ -37,7 +37,7 @@ struct Recorded {
         std::memcpy(&p, launch.params.data(), sizeof p);
         return p;
     }
-    /// Of the tensor map at `offset`.
+    /// Tensor map at `offset`.
     [[nodiscard]] InterpretedMap map(std::size_t offset) const {
         for (const InterpretedMap& m : launch.maps) {
             if (m.offset == offset) return m;
@@ -73,7 +73,7 @@ std::vector<Recorded> launches(const CudaProgram& program, const LaunchProgram& 
     return result;
 }
 
-/// What the workspace holds of the weight, followed from launch to launch.
+/// Rows of the weight in the workspace, followed from launch to launch.
 struct RoundedRows {
     std::int64_t at = 0;     ///< address
     std::int64_t first = 0;  ///< vocabulary row

@@ -1,4 +1,4 @@
-// What kernels of a shard launch: work for the classes that a call has, in memory for the most that one may have.
+// Launches of a shard's kernels: work for the classes that a call has, in memory for the most that one may have.
 #include <fmt/core.h>
 #include <gtest/gtest.h>
 

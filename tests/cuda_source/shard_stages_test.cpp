@@ -1,4 +1,4 @@
-// Passes of a shard in stages: both together launch what the whole does, and what others wait for is complete first.
+// Passes of a shard in stages: both together make the launches of the whole, and results that others wait for are complete first.
 #include <fmt/core.h>
 #include <gtest/gtest.h>
 
@@ -73,7 +73,7 @@ std::vector<std::string> sorted_identities(std::initializer_list<const Launched*
 /// How much of the vocabulary is retained, and where.
 enum class Kept { none, all, part, lent, part_lent };
 
-/// What a layer is, what is retained, and whether hidden is there in the first stage.
+/// A layer, the retained part, and whether hidden is there in the first stage.
 class Stages : public testing::TestWithParam<std::tuple<const char*, Kept, bool>> {
 protected:
     const Layer layer{std::get<0>(GetParam())};
@@ -137,7 +137,7 @@ TEST_P(Stages, BothTogether_WhatTheWholeLaunches) {
     }
 }
 
-// Of what lies in memory of its own a part is retained: chunks first, so that the retained part's grad_weight can be left for later.
+// A part is retained in memory of its own: chunks come first, so that the retained part's grad_weight can be left for later.
 TEST(Stages, APart_ChunksComeFirstAndTheRetainedPartFinishesTheSum) {
     const Layer layer("D=2048,V=9000,whole_vocab_size=30000,dtype=bf16");
     constexpr std::int64_t kTokens = 3000;

@@ -92,7 +92,7 @@ sm90::ForwardShape shape_of(const Spec& spec, const Plan& plan, const std::strin
     return kernel == "flce_forward_few" ? sm90::few_tokens_shape(spec, plan) : sm90::forward_shape(plan);
 }
 
-/// Of hidden states, that one copy takes.
+/// Rows of hidden states that one copy takes.
 std::int64_t copied_at_once(const InterpretedLaunch& launch, const ForwardSm90Params& p) {
     const auto offset = reinterpret_cast<const char*>(&p.hidden_map) - reinterpret_cast<const char*>(&p);
     const auto map = std::ranges::find(launch.maps, offset, &InterpretedMap::offset);
@@ -185,7 +185,7 @@ TEST(SharedNumbers, EveryGemm_AssertsWhatTheLaunchGivesIt) {
     }
 }
 
-// What would be a silent overrun: the host and the kernel disagree.
+// Different sizes in the host and the kernel would be a silent overrun.
 TEST(SharedNumbers, OtherSharedMemory_DoesNotCompile) {
     for (const char* arch : {"sm_80", "sm_90a"}) {
         FLCE_REQUIRE_NVRTC_FOR(arch);

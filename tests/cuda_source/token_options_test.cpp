@@ -1,4 +1,4 @@
-// What calls say of every token: that each kernel reads it from where its rows are.
+// Tensors with a number for every token: each kernel reads them from the place where its rows are.
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
@@ -331,7 +331,8 @@ TEST(TokenOptionsSource, Teacher_ChangesNoKernelOverTiles) {
     }
 }
 
-/// What backward knows of a logit: its log-probability and lse, of `classes` classes of which the largest has a logit of `top`.
+/// Slope from the numbers that backward has of a logit: its log-probability and lse, of `classes` classes of which the largest has a logit
+/// of `top`.
 float slope_beside(const LogitSlope& slope, float logit, float top, float classes, float temperature) {
     const float log_sum = std::log(classes);
     return slope_of_class(slope, (logit - top) - log_sum, top + log_sum, temperature);

@@ -72,7 +72,7 @@ TEST(VocabularyWalk, EveryShare_HasAsManyTilesButOne) {
 
 // Clusters that share rows work at the same part of the vocabulary, also in the last round.
 TEST(VocabularyWalk, EveryShare_IsSpreadOverTheVocabulary) {
-    constexpr int kMostTilesOff = 4;  // of a share
+    constexpr int kMostTilesOff = 4;  // tiles by which a share may differ
     for (int clusters : {57, 66, 132}) {
         for (int row_clusters : {2, 5, 9, 13, 16, 33}) {
             for (int tiles : {84, 99, 167, 501}) {

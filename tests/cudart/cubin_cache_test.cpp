@@ -31,7 +31,7 @@ protected:
         const auto cubin = cubin_by_any_compiler(recipe_, cache);
         return cubin ? payload_text(*cubin) : "none";
     }
-    /// What a build machine's cache used, as a pack.
+    /// Entries that a build machine's cache used, as a pack.
     std::shared_ptr<Store> pack_of(const std::string& name, const std::function<void(ArtifactCache&)>& use) {
         PackContents contents;
         ArtifactCache::Options options = here();
@@ -65,7 +65,7 @@ TEST_F(CubinCacheTest, WithACompiler_NeverAnothersCubin) {
 }
 
 TEST_F(CubinCacheTest, PackFromABuildMachine_UsedWhereThereIsNoCompiler) {
-    // Twice: of what was compiled for it, and of what was in the build machine's cache already.
+    // Twice: with cubins compiled for the pack, and with cubins that were in the build machine's cache already.
     for (const char* name : {"cold", "warm"}) {
         const auto pack = pack_of(name, [&](ArtifactCache& cache) { (void)by("builder", cache); });
         const test::TemporaryDirectory container;
@@ -159,7 +159,7 @@ TEST(CubinRecipe, AnyPartChanged_AnotherKey) {
     EXPECT_NE(cubin_key(recipe_key(recipe), "build 1"), cubin_key(recipe_key(recipe), "build 2"));
 }
 
-/// That a text says nothing of where or when it was made.
+/// Expects a text that says nothing of where or when it was made.
 void expect_placeless(std::string_view text) {
     const std::string home = std::getenv("HOME") == nullptr ? FLCE_SOURCE_DIR : std::getenv("HOME");
     const std::string folders[] = {FLCE_SOURCE_DIR, std::filesystem::current_path().string(),

@@ -283,7 +283,7 @@ TEST(CudaKernel, KernelThatDoesNotFitTheDevice_IsRefusedWhenLoaded) {
     EXPECT_EQ(gpu.modules, 0);
 }
 
-/// Modules are loaded while the rest is looked for: what is loaded when something turns out to be missing goes again.
+/// Modules are loaded while the rest is looked for: loaded modules are unloaded again when something turns out to be missing.
 TEST(CudaKernel, LaunchersThatAreMissing_LeaveNoModuleLoaded) {
     FLCE_REQUIRE_NVRTC();
     const BuildRequest request = small_request();

@@ -84,7 +84,7 @@ TEST(Driver, KnownProduct_IsTheDeviceThatItsNameDescribes) {
     const Device device = FakeGpu::driver()->device(0);
     Device described = describe_device("NVIDIA H200");
     described.gpu.memory_bytes = device.gpu.memory_bytes;
-    EXPECT_EQ(device.gpu, described.gpu);  // so that a kernel prewarmed by name is found by the machine
+    EXPECT_EQ(device.gpu, described.gpu);  // equal, so that the machine finds a kernel prewarmed by name
     EXPECT_EQ(device.kind, DeviceKind::cuda);
 }
 

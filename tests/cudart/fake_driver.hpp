@@ -1,4 +1,4 @@
-// A CUDA driver of one imaginary GPU that records what is asked of it, so that everything above the driver runs on machines without one.
+// A CUDA driver of one imaginary GPU that records the calls to it, so that everything above the driver runs on machines without one.
 #pragma once
 
 #include <cuda.h>
@@ -30,7 +30,7 @@ struct FakeGpu {
         CUstream stream;
     };
 
-    // What it is.
+    // Properties.
     CUresult init = CUDA_SUCCESS;
     int device_count = 1;
     std::string name = "NVIDIA H200";
@@ -44,10 +44,10 @@ struct FakeGpu {
                                      {CU_DEVICE_ATTRIBUTE_GLOBAL_MEMORY_BUS_WIDTH, 6144}};
     std::string lacks;  // a function that this driver is too old to have
     std::optional<std::size_t> fail_launch;
-    std::vector<CUresult> load_results;  // of the next modules' loading; afterwards: success
+    std::vector<CUresult> load_results;  // results of the next modules' loading; afterwards: success
     int blocks_per_sm = 2;
 
-    // What happened.
+    // Recorded calls.
     int retained = 0;
     int modules = 0;
     std::vector<CUcontext> context_stack;

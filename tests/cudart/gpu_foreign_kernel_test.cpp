@@ -43,7 +43,7 @@ public:
         const HoldParams params{flags_.data(), static_cast<std::byte*>(flags_.data()) + offsetof(Flags, gave_up), 10'000'000'000};
         launch(*context_, module_.function("hold", 0), {{blocks, 1, 1}, 32, 0}, std::as_bytes(std::span(&params, 1)), stream_.get());
     }
-    /// When what is on `stream` has been done.
+    /// Lets the blocks go when all earlier work on `stream` has been done.
     void let_go(const TestStream& stream) const {
         const auto address = reinterpret_cast<CUdeviceptr>(flags_.data());
         const ContextScope scope(*context_);

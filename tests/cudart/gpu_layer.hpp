@@ -141,7 +141,8 @@ private:
     Retained retained_;
 };
 
-// Of some hundred tokens; on a GPU with cuda_sm90a all chunks of the others' backward are one launch, whose tiles wait for each other.
+// Layers for some hundred tokens; on a GPU with cuda_sm90a all chunks of backward are one launch in the joined layers, and its tiles wait
+// for each other.
 inline constexpr const char* kLayer = "D=512,V=33001,dtype=bf16";
 inline constexpr const char* kJoinedLayer = "D=512,V=7001,dtype=bf16";
 inline constexpr const char* kJoinedLayerInParts = "D=512,V=9001,dtype=bf16";  // grad_hidden's sum

@@ -34,9 +34,9 @@ struct Recorder {
     std::vector<std::array<unsigned, 4>> blocks;  // block dimensions and shared memory of each launch
     void* stream = nullptr;
     std::optional<std::size_t> fail_at;
-    std::optional<std::size_t> fail_map_at;  // which map cannot be written
+    std::optional<std::size_t> fail_map_at;  // map that cannot be written
     std::size_t maps = 0;
-    std::vector<std::size_t> param_bytes;  // of each call to come: the driver knows it from the kernel
+    std::vector<std::size_t> param_bytes;  // bytes of each call to come: the driver knows them from the kernel
 };
 Recorder* recorder = nullptr;
 constexpr int kFailure = 719;

@@ -76,7 +76,7 @@ TEST_P(NvrtcCompile, SmallKernel_GivesACubinForTheArchitecture) {
     EXPECT_EQ(used[0].spill_store_bytes, 0);
 }
 
-/// What tests of the tuner launch where there is a GPU.
+/// Kernels that tests of the tuner launch where there is a GPU.
 TEST_P(NvrtcCompile, KernelThatIsAtFault_Compiles) {
     const std::string arch = GetParam();
     FLCE_REQUIRE_NVRTC_FOR(arch);

@@ -1,6 +1,6 @@
-// The readers of what others may have written, as functions of bytes: libFuzzer calls them with its inputs (tests/fuzz/libfuzzer.cc), a
-// test of the normal build with the corpus and what it makes of it. Each aborts where a reader breaks its word: what it accepts it must
-// print and read again to the same.
+// The readers of files that others may have written, as functions of bytes: libFuzzer calls them with its inputs (tests/fuzz/libfuzzer.cc),
+// a test of the normal build with the corpus and variations of it. Each aborts where a reader breaks its word: a text that it accepts it
+// must print and read again to an equal value.
 #pragma once
 
 #include <cstdint>

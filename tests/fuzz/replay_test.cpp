@@ -1,4 +1,4 @@
-// The corpus and what is made of it, through the functions that the fuzzers call: cut short at every byte, every byte changed.
+// The corpus and variations of it, through the functions that the fuzzers call: cut short at every byte, every byte changed.
 #include <gtest/gtest.h>
 
 #include <algorithm>

@@ -15,7 +15,7 @@ namespace {
 using test::interpret;
 using test::InterpretedLaunch;
 
-/// What the launches of row_coefficients take an absent grad_loss for.
+/// Values that the launches of row_coefficients take for an absent grad_loss.
 std::vector<float> absent_grad_losses(const char* spec_text) {
     const Spec spec = parse_spec(spec_text);
     const Device device = describe_device("sm_80");

@@ -28,7 +28,7 @@ Plan legal_cpu_plan() {
 struct Case {
     const char* what;
     std::function<void(Plan&)> change;
-    std::vector<const char*> parts;  ///< of the reason; empty: legal
+    std::vector<const char*> parts;  ///< parts of the reason; empty: legal
 };
 
 void expect_reasons(const char* spec_text, const char* device_name, const Plan& legal, const std::vector<Case>& cases) {

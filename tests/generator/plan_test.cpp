@@ -88,7 +88,7 @@ TEST(PlanText, HopperTiles_NameTheirSchedule) {
     EXPECT_EQ(parse_plan_json(plan.json()), plan);
     EXPECT_THAT(illegal_reason(parse_spec("D=2048,V=50257"), describe_device("h100"), plan).value_or(""),
                 HasSubstr("grad_hidden: warps 2x2"));
-    // The same numbers are a grid of warps on the other path.
+    // On the other path these numbers are a grid of warps.
     EXPECT_EQ(parse_plan("cuda_sm80" + text.substr(text.find(':'))).cuda.forward, (GemmTile{128, 192, 64, 5, 4, 1}));
 }
 

@@ -135,7 +135,7 @@ TEST_P(IgnoredRows, OneGradientAtATime_WithinBoundsAndSameBits) {
     EXPECT_TRUE(run_and_judge(k, problem, 4e7));
 }
 
-// So many tokens for so little scratch that backward walks them in blocks.
+// Backward walks tokens in blocks where there are many of them and little scratch.
 TEST_P(IgnoredRows, TokensInBlocks_WithinBounds) {
     if (!on_gpu()) GTEST_SKIP() << "the CPU's passes list no rows";
     Plan plan = kernel()->plan();

@@ -64,7 +64,7 @@ class LargeShapes : public testing::TestWithParam<LargeCase> {};
 TEST_P(LargeShapes, Sampled_WithinBounds) {
     const LargeCase& c = GetParam();
     FLCE_REQUIRE_TARGET(c.target);
-    // Of the largest weights, which take seconds to make, quick has one.
+    // quick has one of the largest weights, which take seconds to make
     if (c.target == Target::cpu && c.d == 2560 && (c.n != 3 || c.v != 50257)) FLCE_FROM_LEVEL(Level::full);
     const auto kernel = kernel_on(c.target, make_spec(c.d, c.v, c.dtype, c.layout, c.options));
     ProblemOptions o;

@@ -1,5 +1,5 @@
-// Infinities and NaN among the inputs: classes that a bias of −∞ takes out, and what torch does with numbers that are none. Of ignored
-// tokens none of it matters.
+// Infinities and NaN among the inputs: classes that a bias of −∞ takes out, and torch's results for inputs that are not finite. None of it
+// matters in ignored tokens.
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
@@ -18,7 +18,7 @@ constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 constexpr std::int64_t kVocab = 1537;  // whole strips and tiles, and one class more
 
-/// Which classes do not take part.
+/// Classes that do not take part.
 struct Mask {
     const char* name;
     bool (*holds)(std::int64_t);
@@ -89,7 +89,7 @@ TEST_P(NonFinite, MaskedClasses_WithinBounds) {
     }
 }
 
-// As masks are made too: logits that are sums of −3.4e38 and something.
+// Masks are also made of −3.4e38: then logits are sums of that and something.
 TEST_P(NonFinite, LowestNumberAsBias_WithinBounds) {
     const auto k = kernel(with_outputs);
     for (const Mask& mask : kMasks) {
@@ -140,7 +140,7 @@ TEST_P(NonFinite, EveryClassMasked_NoLossAndNoGradients) {
     EXPECT_TRUE(run_and_judge(k, p));  // NaN, and lse −∞
 }
 
-// Only that token's outputs are NaN, and what is summed over tokens.
+// Only that token's outputs are NaN, and sums over tokens.
 TEST_P(NonFinite, OneTokensHidden_SpoilsThatToken) {
     for (void (*options)(Spec&) : {+[](Spec&) {}, +[](Spec& s) { with_outputs(s); }}) {
         const auto k = kernel(options);

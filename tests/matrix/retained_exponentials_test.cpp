@@ -19,7 +19,7 @@ namespace {
 using Bytes = std::map<std::string, std::vector<std::byte>>;
 using Parameters = std::tuple<WeightLayout, OptionSet, std::int64_t>;  // the last is hidden_size
 
-// In a deep layer, what is stored is also what is summed.
+// depths: in a deep layer stored exponentials are also the summed ones
 constexpr std::int64_t kDepths[] = {136, 520};
 constexpr std::int64_t kVocab = 2571;  // five blocks of exponentials and a little
 
@@ -82,7 +82,7 @@ TEST_P(RetainedExponentials, AnyNumberOfBytes_WithinBounds) {
     }
 }
 
-// Without exponentials backward would need the weight for grad_weight: a wrong one shows that they are really what it reads.
+// Without exponentials backward would need the weight for grad_weight: a wrong weight shows that backward really reads exponentials.
 TEST_P(RetainedExponentials, Whole_BackwardComputesNoLogit) {
     const auto k = kernel();
     if (k->spec().grad_weight_mode == GradMode::accumulate) GTEST_SKIP() << "another call would add";
@@ -178,7 +178,7 @@ TEST_P(RetainedExponentials, TeachersClassesAtTheBordersOfBlocks_WithinBounds) {
     }
 }
 
-// What other classes' gradients have as a factor vanishes then, or nearly; those of the named ones do not. In a few rows a logit far above
+// The factor of other classes' gradients vanishes then, or nearly; gradients of the named classes do not. In a few rows a logit far above
 // all others makes the quotients as large as they get.
 TEST_P(RetainedExponentials, TeachersProbabilitiesThatComeToNothing_WithinBounds) {
     const auto k = kernel();
@@ -199,7 +199,7 @@ TEST_P(RetainedExponentials, TeachersProbabilitiesThatComeToNothing_WithinBounds
                 problem.teacher_probs[first + 2] = 0.5F + rest;
             }
             for (const std::int64_t token : {17, 290}) {
-                const float squares = 4 * static_cast<float>(hidden_size());  // of a hidden state, about
+                const float squares = 4 * static_cast<float>(hidden_size());  // squared norm of a hidden state, about
                 if (above != 0) point_at(problem, kVocab - 1 - token % 2, token, above / squares);
             }
             EXPECT_TRUE(run_and_judge(k, problem)) << rest << " " << above;
@@ -210,7 +210,7 @@ TEST_P(RetainedExponentials, TeachersProbabilitiesThatComeToNothing_WithinBounds
 TEST_P(RetainedExponentials, LogitsAllEqual_WithinBounds) {
     const auto k = kernel();
     const std::int64_t depth = hidden_size();
-    // Every token's exponentials are then rounded alike, which the bounds of what is stored in fp32 do not foresee.
+    // Every token's exponentials are then rounded alike, which the bounds of gradients stored in fp32 do not foresee.
     if (k->spec().grad_weight_dtype == DType::fp32) GTEST_SKIP() << "gradients in fp32";
     Problem problem = problem_of({.num_tokens = 300, .seed = 11});
     // Rows of the weight differ only where hidden states are 0.
@@ -284,7 +284,8 @@ TEST_P(RetainedExponentials, EntropysGradient_ComputesLogitsAgain) {
 TEST_P(RetainedExponentials, TilesThatLendNothing_WithinBounds) {
     Plan plan = kernel()->plan();
     plan.cuda.grad_weight = {.block_m = 192, .block_n = 128, .block_k = 64, .stages = 4, .schedule = TileSchedule::by_turns};
-    plan.vocab_chunk = (plan.vocab_chunk + 767) / 768 * 768;  // of tiles of 64 to 256 rows of the vocabulary, and of these
+    plan.vocab_chunk = (plan.vocab_chunk + 767) / 768 * 768;  // a multiple of the rows of tiles of 64 to 256 rows of the vocabulary, and of
+                                                              // these tiles' 192
     const auto k = kernel_on(Target::gpu, kernel()->spec(), plan.text());
     EXPECT_EQ(k->retained_bytes(300, RetainedPlace::grad_weight), 0U);
     for (const std::int64_t n : {3, 300, 700}) EXPECT_TRUE(run_and_judge(k, problem_of({.num_tokens = n, .seed = 15}))) << n;

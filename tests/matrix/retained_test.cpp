@@ -1,5 +1,5 @@
-// What forward leaves to backward: whatever fits, wherever it lies, the gradients are those of a backward pass that computes every logit
-// again.
+// Logits that forward leaves to backward: whatever number fits, wherever they lie, the gradients are those of a backward pass that computes
+// every logit again.
 #include <gtest/gtest.h>
 
 #include <cstring>
@@ -21,7 +21,7 @@ using Bytes = std::map<std::string, std::vector<std::byte>>;
 constexpr std::int64_t kHidden = 72;
 constexpr std::int64_t kVocab = 1031;
 
-// Of a CPU, whose kernels retain logits as they are: the bits are the same.
+// A CPU's kernels retain logits as they are: bits are equal.
 class Retained : public testing::TestWithParam<Parameters> {
 protected:
     void SetUp() override { FLCE_REQUIRE_TARGET(Target::cpu); }
@@ -62,7 +62,7 @@ TEST_P(Retained, AnyNumberOfBytes_SameBits) {
     }
 }
 
-// Without retained logits backward would need them in the weight: a wrong one shows that what was retained is really what it reads.
+// Without retained logits backward would compute them from the weight: a wrong weight shows that backward really reads retained logits.
 TEST_P(Retained, Whole_BackwardComputesNoLogit) {
     const auto kernel = kernel_on(Target::cpu, spec());
     const Problem problem = make_problem(kernel->spec(), {.num_tokens = 139, .seed = 5});

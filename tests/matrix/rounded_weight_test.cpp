@@ -82,7 +82,7 @@ TEST_P(RoundedWeight, OneChunk_BitsOfARoundedCopy) {
     expected.backward();
     BackwardArgs args = run.backward_args();
     args.lse = expected.forward_args().lse;
-    run.backward();  // which says that gradients have been written
+    run.backward();  // marks gradients as written
     run.kernel().backward(args, run.backward_workspace());
     synchronize(run.kernel().device_ref());
     for (const char* gradient : {"grad_hidden", "grad_weight"}) {

@@ -1,5 +1,5 @@
-// What users of output layers run into, each as a test: extreme logits, labels of every kind, accumulation, repeated and partial backward
-// passes.
+// Cases that users of output layers run into, each as a test: extreme logits, labels of every kind, accumulation, repeated and partial
+// backward passes.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -56,8 +56,8 @@ TEST_P(Scenarios, SoftcapWithLargeLogits_WithinBounds) {
     expect_good("everything_padded_accumulate", {.num_tokens = 65, .logits = Logits::saturated, .reduction = Reduction::sum});
 }
 
-// So deep that exponentials are powers of two from one multiply-add, and logits to which that cannot be applied; the last tile of columns
-// is one of few.
+// A deep layer has exponentials that are powers of two from one multiply-add, and here logits for which that fails; the last tile of
+// columns has few.
 TEST_P(Scenarios, DeepLayerWithHugeLogits_WithinBounds) {
     for (const char* options : {"plain", "label_smoothing", "entropy"}) {
         const auto k = kernel_on(target(), make_spec(520, kVocab, dtype(), layout(), option(options)));
@@ -125,7 +125,7 @@ TEST_P(Scenarios, TeachersIdsOutOfRange_FlaggedAndCountAsNone) {
             Problem p = make_problem(k->spec(), {.num_tokens = 131, .ignored = Ignored::none, .target_bits = bits});
             p.teacher_ids[40 * top_k + 2] = p.teacher_ids[130 * top_k] = wrong;
             p.target[3] = p.options.ignore_index;
-            p.teacher_ids[3 * top_k] = wrong;  // of a row that does not count: not looked at
+            p.teacher_ids[3 * top_k] = wrong;  // a row that does not count is not looked at
             EXPECT_TRUE(run_and_judge(k, p)) << wrong;
             KernelRun run(k, p);
             run.forward();
@@ -174,7 +174,7 @@ TEST_P(Scenarios, TeachersProbabilitiesOfAnyKind_StayInTheirRow) {
     const std::int64_t top_k = k->spec().teacher_top_k;
     Problem p = make_problem(k->spec(), {.num_tokens = 131, .ignored = Ignored::none, .reduction = Reduction::none});
     for (std::int64_t i = 0; i < top_k; ++i) p.teacher_probs[5 * top_k + i] *= -1;
-    for (std::int64_t i = 0; i < top_k; ++i) {  // what stands at no class is not read
+    for (std::int64_t i = 0; i < top_k; ++i) {  // a probability at no class is not read
         if (p.teacher_ids[7 * top_k + i] < 0) p.teacher_probs[7 * top_k + i] = NAN;
     }
     EXPECT_TRUE(run_and_judge(k, p));
@@ -241,7 +241,7 @@ TEST_P(Scenarios, AllIgnored_EverythingIsZero) {
             expect_good(options, {.num_tokens = 130, .ignored = Ignored::all, .reduction = reduction});
         }
         ProblemOptions o{.num_tokens = 130, .ignored = Ignored::all};
-        o.num_valid = 0.0;  // what a microbatch without labels counts
+        o.num_valid = 0.0;  // count of a microbatch without labels
         expect_good(options, o);
     }
 }

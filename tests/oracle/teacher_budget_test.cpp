@@ -1,5 +1,5 @@
-// The budget of a teacher's classes, whose logits are added up in another way than those that lse is made of: enough for what that costs,
-// and not for four times as much.
+// The budget of a teacher's classes, whose logits are added up in another way than the logits in lse: enough for the cost of that, and not
+// for four times as much.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -105,8 +105,8 @@ protected:
     }
     static Summation summation() { return summation_of(std::get<DType>(GetParam()), true); }
 
-    /// What is wrong where named logits are off by `times` of what they are off by on a GPU. Sums are nearer to 0 in tensor cores, so that
-    /// where times is above 0 the largest logit bounds the others.
+    /// Faults where named logits are off by `times` their error on a GPU. Sums are nearer to 0 in tensor cores, so that where times is
+    /// above 0 the largest logit bounds the others.
     static std::string wrong(Logits logits, float times) {
         const Problem p = problem(logits);
         const Selection all = select_all(p);
@@ -118,7 +118,7 @@ protected:
             if (summation() == Summation::truncating) {
                 return logit + times * (product_of_warp(&p.hidden[token * depth], &p.weight[id * depth], depth) - logit);
             }
-            return logit * (1 + 2 * times * static_cast<float>(kU32));  // what parts of TF32 lose
+            return logit * (1 + 2 * times * static_cast<float>(kU32));  // loss of TF32's parts
         };
         return failures(judge(p, all, layer.outputs(named), truth, yardstick));
     }

@@ -1,5 +1,5 @@
-// ParallelKernel on a GPU that ranks share, each a thread with streams of its own: what runs beside a call's stream waits for what it
-// reads, and is waited for.
+// ParallelKernel on a GPU that ranks share, each a thread with streams of its own: work beside a call's stream waits for its operands, and
+// is waited for.
 #include <gtest/gtest.h>
 
 #include <mutex>
@@ -36,7 +36,7 @@ private:
     CUstream stream_ = nullptr;
 };
 
-/// What is on the GPU when the stream comes there.
+/// Bytes on the GPU when the stream comes there.
 std::vector<std::byte> downloaded(const void* data, std::size_t bytes, Stream stream) {
     const auto context = CudaDriver::load()->context(0);
     const ContextScope scope(*context);

@@ -1,4 +1,4 @@
-// What one rank calls a ParallelKernel with, and what is expected of it: the bits of the same passes and collectives by hand.
+// One rank's call of a ParallelKernel, and the expected results: the bits of equal passes and collectives by hand.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -43,7 +43,7 @@ inline void use_part_of_tokens(RankCall& call, const Communicator& ranks) {
     call.backward.grad_hidden = part_of(call.backward.grad_hidden, ranks);
 }
 
-/// What ranks' grad_hidden add up to, as ThreadGroup does it.
+/// Sum of ranks' grad_hidden, as ThreadGroup makes it.
 inline std::vector<std::byte> summed_grad_hidden(const ShardedRun& run, const Spec& spec, std::int64_t num_tokens) {
     const DType dtype = grad_hidden_dtype(spec);
     std::vector<float> sum(static_cast<std::size_t>(num_tokens * spec.hidden_size), 0.F);

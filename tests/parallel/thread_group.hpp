@@ -25,7 +25,7 @@ public:
         for (std::thread& thread : threads) thread.join();
     }
 
-    int collectives = 0;  ///< that rank 0 has taken part in
+    int collectives = 0;  ///< collectives that rank 0 has taken part in
 
 private:
     Communicator communicator(int rank) {

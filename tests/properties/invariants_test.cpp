@@ -1,4 +1,4 @@
-// What must hold between two calls, whatever the numbers are: nothing here knows how a loss is computed.
+// Invariants between two calls, whatever the numbers are: nothing here knows how a loss is computed.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -240,7 +240,7 @@ TEST_P(Invariants, ScaledUpstream_ScaledGradients) {
     for (auto* values : {&b.grad_hidden, &b.grad_weight, &b.grad_bias}) {
         for (double& v : *values) v /= 4;
     }
-    if (dtype() == DType::fp16) return expect_close(b, a, dtype());  // whose smallest numbers have fewer digits
+    if (dtype() == DType::fp16) return expect_close(b, a, dtype());  // fp16's smallest numbers have fewer digits
     expect_same_bits(b, a);
 }
 

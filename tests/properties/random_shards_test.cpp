@@ -41,7 +41,7 @@ TEST_P(RandomShards, WithinBoundsOfTheWholeLayer) {
         Draw draw(seed);
         Spec whole = random_spec(draw);
         whole.padded_vocab_size = whole.vocab_size;
-        const bool hidden_major = whole.layout == WeightLayout::hidden_major;  // whose shards have as many columns as the spec says
+        const bool hidden_major = whole.layout == WeightLayout::hidden_major;  // hidden_major shards have as many columns as the spec says
         const auto rows = random_rows(draw, whole.vocab_size, hidden_major);
         const std::int64_t most = std::max<std::int64_t>(*std::ranges::max_element(rows), 1);
         Spec spec = shard_spec(whole, std::min(most, whole.vocab_size), most);

@@ -22,7 +22,7 @@ TEST_P(RandomSpecs, CompileAndStayWithinBounds) {
         Draw draw(seed);
         Spec spec = random_spec(draw);
         spec.batch_invariant = seed % 5 == 0;
-        if (!smallest_scratch_bytes(spec, device_of(target))) spec.batch_invariant = false;  // which not every device and dtype has
+        if (!smallest_scratch_bytes(spec, device_of(target))) spec.batch_invariant = false;  // not every device and dtype has it
         const Spec read = parse_spec(spec.text());
         ASSERT_EQ(read == spec, true) << "seed " << seed << ": " << spec.text() << " came back as " << read.text();
         ASSERT_EQ(parse_spec_json(spec.json()) == spec, true) << "seed " << seed << ": " << spec.json();

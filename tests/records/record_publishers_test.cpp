@@ -32,7 +32,7 @@ using testing::UnorderedElementsAre;
 /// the records.
 class Node {
 public:
-    /// `shared`: what is on NFS; empty: nothing, this is the node whose disk it is.
+    /// `shared`: folder on NFS; empty: none, this is the node whose disk it is.
     Node(int (*nfs)(const char*), std::string shared) : nfs_(nfs), shared_(std::move(shared)), outer_(std::exchange(current(), this)) {
         if (const char* set = std::getenv("TMPDIR")) outer_temporary_ = set;
         ::setenv("TMPDIR", temporary_.path().c_str(), 1);
@@ -64,7 +64,7 @@ class RecordPublishers : public test::FaultFixture {
 protected:
     void SetUp() override {
         FaultFixture::SetUp();
-        most_warnings_ = 3;  // of the folder and of files in it
+        most_warnings_ = 3;  // warnings of the folder and of files in it
     }
     [[nodiscard]] RecordStore store() const { return RecordStore({.directory = directory_.path(), .shipped = false}); }
     [[nodiscard]] Node another_node() const { return {nfs_, fs::canonical(directory_.path())}; }
@@ -114,7 +114,7 @@ TEST_F(RecordPublishers, ManyNodesManyTimes_EveryTimeIsThere) {
         EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0);
     }
     EXPECT_EQ(published().size(), static_cast<std::size_t>(kNodes * kTimes));
-    EXPECT_LE(files().size(), static_cast<std::size_t>(kNodes));  // those that were written at the same time
+    EXPECT_LE(files().size(), static_cast<std::size_t>(kNodes));  // files that were written at one time
     // A process that publishes alone leaves one file, and sessions read the same.
     const Node other = another_node();
     const fs::path last = publish("last");
@@ -232,7 +232,7 @@ protected:
         const Node node = another_node();
         (void)publish("client's");
     }
-    /// Of this file system.
+    /// A node of this file system.
     [[nodiscard]] std::unique_ptr<Node> node() const {
         return std::make_unique<Node>(nfs_, GetParam() ? fs::canonical(directory_.path()).string() : "");
     }

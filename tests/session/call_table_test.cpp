@@ -1,4 +1,4 @@
-// What holds for every tensor of the table of a call: its slot, and each way in which it is refused.
+// Rules for every tensor of the table of a call: its slot, and each way in which it is refused.
 #include <gmock/gmock.h>
 
 #include "runtime/call_fields.hpp"
@@ -125,7 +125,7 @@ TYPED_TEST(CallTable, TensorThatIsMissing_RefusedWhereItIsRequired) {
             const Use use = use_of(tensor, args, this->plain_.spec());
             if (use == Use::read || use == Use::write) {
                 EXPECT_THAT(refusal(*kernel, args), HasSubstr(std::string(tensor.name) + " is absent; it must be "));
-            } else if (std::string_view(tensor.name) != "entropy") {  // which grad_entropy needs
+            } else if (std::string_view(tensor.name) != "entropy") {  // grad_entropy needs entropy
                 EXPECT_EQ(refusal(*kernel, args), "(no error)");
             }
         });

@@ -52,7 +52,7 @@ struct FakeMachine {
     int build_ms = 0;
     std::vector<Device> gpus;
     bool nvrtc = true;
-    std::vector<BuildRequest> requests;  // of prewarm; single-threaded
+    std::vector<BuildRequest> requests;  // requests of prewarm; single-threaded
 
     [[nodiscard]] Backends backends() {
         const Backends::Make make = [this](const BuildRequest& request, ArtifactCache& cache) {

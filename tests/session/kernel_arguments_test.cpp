@@ -1,4 +1,4 @@
-// Every argument of forward and backward: what is refused, with which words, and that nothing runs then.
+// Every argument of forward and backward: refusals, their words, and that nothing runs then.
 #include <gmock/gmock.h>
 
 #include <functional>

@@ -1,4 +1,4 @@
-// Which plan a session takes: the caller's, a record's, the cost model's.
+// Plan that a session takes: the caller's, a record's, the cost model's.
 #include <gmock/gmock.h>
 
 #include <set>
@@ -85,7 +85,7 @@ TEST_F(SessionRecordsTest, NoRecord_OneKernelForEveryNumberOfTokens) {
     EXPECT_EQ(machine_.made, 1);
 }
 
-// What other kernels could not retain, and these can: what was compared then says nothing of the plans that there are now.
+// The record's kernels could not retain for this layer, and these can: a comparison of then says nothing of today's plans.
 TEST_F(SessionRecordsTest, RecordOfBeforeALayerCouldBeRetained_IsOutdated) {
     const Spec spec = parse_spec("D=2304,V=256000,dtype=bf16,softcap=30").normalized();
     const Device device = describe_device("NVIDIA H200");
@@ -125,7 +125,7 @@ TEST_F(SessionRecordsTest, IllegalPlan_OneWarningAndTheNextChoice) {
     EXPECT_EQ(log.warnings(), 2);
 }
 
-// A limit on memory is no fault of the record: explain says what it costs, and nothing is said on stderr.
+// A limit on memory is no fault of the record: explain tells its cost, and nothing is printed on stderr.
 TEST_F(SessionRecordsTest, PlanWithoutRoomInTheLimit_SaidInExplainAlone) {
     const Spec spec = parse_spec("D=2048,V=151936,dtype=bf16").normalized();
     const Device device = describe_device("NVIDIA H200");
@@ -200,7 +200,7 @@ TEST_F(SessionRecordsTest, AllExponentialsInTheirOwnMemory_RecordsOfThatAlone) {
 TEST_F(SessionRecordsTest, LimitWithJustRoomForAllExponentials_IsNotRoundedBelowThem) {
     const Spec spec = parse_spec("D=4096,V=128256,dtype=bf16").normalized();
     constexpr std::int64_t kNeeded = 2LL * 8192 * 128256 + 4LL * 8192 * 4096 + kDefaultScratchBytes;
-    constexpr std::int64_t kSlack = 32 << 20;  // ends of blocks, and what is kept of each row
+    constexpr std::int64_t kSlack = 32 << 20;  // ends of blocks, and the numbers kept of each row
     Session session = this->session({.use_records = false});
     const auto columns = [&](std::int64_t limit) {
         return session.choose_plan(spec, describe_device("h200"), {.workspace_limit_bytes = limit, .num_tokens = 8192})
@@ -282,7 +282,7 @@ TEST_F(SessionRecordsTest, PlanDigest_OfSpecsAndPlansInAnyOrder) {
     EXPECT_NE(plan_digest(Kernels{a, b}), plan_digest(Kernels{a}));
     EXPECT_NE(plan_digest(Kernels{a}), plan_digest(Kernels{other}));
     EXPECT_EQ(plan_digest(Kernels{a}).size(), 64U);
-    // The same in another process, or on another rank.
+    // A digest is equal in another process, or on another rank.
     EXPECT_EQ(plan_digest(Kernels{this->session().get_kernel(layer())}), plan_digest(Kernels{a}));
     EXPECT_THROW((void)plan_digest(Kernels{nullptr}), ArgumentError);
 }

@@ -11,7 +11,7 @@ constexpr std::int64_t kStepTokens = 4096;
 constexpr std::size_t kMost = 1000 << 20;
 constexpr std::size_t kWorkspace = 100 << 20;
 
-/// Of a layer that is worth it.
+/// Choice for a layer that is worth it.
 Retained chosen(std::size_t lendable, std::size_t left_by_limit, RetainOptions options = {}) {
     const Spec spec = parse_spec("D=4096,V=128256,dtype=bf16");
     options.workspace_limit_bytes = left_by_limit == 0 ? 0 : static_cast<std::int64_t>(kWorkspace + left_by_limit);

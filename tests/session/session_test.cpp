@@ -286,8 +286,8 @@ TEST_F(SessionTest, Prewarm_ServesEveryLimitItWasAskedForToAStrictSession) {
         }
     }
     EXPECT_EQ(machine_.made, 0);
-    EXPECT_GE(sets, 4);  // scratch of a session, of either limit, and as much as is of use
-    // Of another limit nothing is there.
+    EXPECT_GE(sets, 4);  // sets for a session's scratch, for either limit, and for the most that is of use
+    // no kernel is there for another limit
     EXPECT_THROW((void)strict.get_kernel(spec, {.workspace_limit_bytes = 10 << 20}), CacheMissError);
 }
 

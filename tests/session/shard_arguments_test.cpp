@@ -1,4 +1,4 @@
-// What a shard's calls refuse, and the slots that a kernel gets of them.
+// Refusals of a shard's calls, and the slots that a kernel gets of them.
 #include <gmock/gmock.h>
 
 #include "tests/session/fake_backend.hpp"

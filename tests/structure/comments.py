@@ -10,9 +10,7 @@ import sys
 ROOMS = "templates generator cache records runtime autotune prewarm cli python tests benchmarks examples demo cmake tools".split()
 TOP_FILES = ["CMakeLists.txt"]
 # Folders and files with comments from before the rule. The list only shrinks: a folder's line goes when its comments are rewritten.
-NOT_REWRITTEN = (
-    *"tests python benchmarks demo examples tools".split(),
-)
+NOT_REWRITTEN = "python benchmarks examples tools".split()
 REFUSED = re.compile(r"(of|that|what|those|this one|the same|whose|which|so|likewise|as|but)(?![\w-])", re.IGNORECASE)
 C_SUFFIXES = {".c", ".cc", ".cpp", ".cu", ".cuh", ".h", ".hpp"}
 # Strings first, since // within one is no comment. A ' between digits separates them.

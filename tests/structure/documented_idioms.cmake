@@ -14,7 +14,7 @@ function(compile name file)
   endif()
 endfunction()
 
-# What the documentation's pieces take for granted.
+# Names that the documentation's pieces take for granted.
 set(names "[[maybe_unused]] const flce::TensorView hidden, weight, target, loss, lse, grad_hidden, grad_weight, grad_embedding;\n\
 [[maybe_unused]] void* const workspace = nullptr;\n[[maybe_unused]] void* const stream = nullptr;\n
 [[maybe_unused]] const std::int64_t num_tokens = 4;\n")

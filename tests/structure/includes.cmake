@@ -5,11 +5,11 @@
 cmake_minimum_required(VERSION 3.25)
 
 set(layers templates generator cache records runtime autotune prewarm demo cli)
-set(siblings autotune prewarm)  # of which none includes another
+set(siblings autotune prewarm)  # layers of which none includes another
 set(outermost tests benchmarks examples python)
 set(max_lines 500)
-# The command stands on the public headers and on these: what people look at (entries, packs, records, settings, plans) and what the
-# library's own parts share with it. An internal header that is not here stays the library's.
+# The command stands on the public headers and on these: things that people look at (entries, packs, records, settings, plans) and parts
+# that the library shares with it. An internal header that is not here stays the library's.
 set(command_layers demo cli)
 set(internals_of_the_command
   generator/nearest_name.hpp
@@ -23,7 +23,7 @@ set(internals_of_the_command
   autotune/number_formats.hpp autotune/output_check.hpp autotune/parallel.hpp autotune/reference.hpp autotune/tune_json.hpp
   autotune/tune_worker.hpp autotune/tuner.hpp
   prewarm/requests.hpp prewarm/worker.hpp)
-# What a layer may not include at all: the generator is text in, text out; the cache knows neither CUDA nor LLVM.
+# Headers that a layer may not include at all: the generator is text in, text out; the cache knows neither CUDA nor LLVM.
 set(forbidden_templates "^llvm/|^cuda\\.h$|^fstream$|^filesystem$|^chrono$|^thread$")
 set(forbidden_generator "^cuda\\.h$|^nvrtc\\.h$|^fstream$|^chrono$|^thread$|^dlfcn\\.h$")
 set(forbidden_cache "^llvm/|^cuda\\.h$|^nvrtc\\.h$")

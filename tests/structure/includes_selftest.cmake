@@ -1,4 +1,4 @@
-# Shows that includes.cmake finds what it is there for: a tree with one fault at a time must be refused with the fault's name.
+# Shows that includes.cmake finds faults: a tree with one fault at a time must be refused with the fault's name.
 cmake_minimum_required(VERSION 3.25)
 
 function(expect_refusal file text fault)

@@ -1,5 +1,5 @@
 # Fails on a line of a page (README.md, CHANGELOG.md, CONTRIBUTING.md, docs) of more than 300 bytes: nobody reads it in a terminal, and a
-# difference in it shows nothing. Text is wrapped; what is too long for a table's row stands in a sentence below the table.
+# difference in it shows nothing. Text is wrapped; text that is too long for a table's row stands in a sentence below the table.
 #   cmake -DSOURCE_DIR=… -P pages.cmake
 cmake_minimum_required(VERSION 3.25)
 

@@ -1,6 +1,6 @@
 # Fails on a symbol that libflce shows without a reason, and on one that it should show and does not. The reasons: an installed header
-# declares it, or the flce command needs it. What is declared is told from the names that the compiler gave: every part of flce::A::b is a
-# word of the headers' code. cmake/exports.cmake, which says what is shown, goes the other way, from the headers to names.
+# declares it, or the flce command needs it. Declarations are told from the names that the compiler gave: every part of flce::A::b is a word
+# of the headers' code. cmake/exports.cmake, which makes the list of shown symbols, goes the other way, from the headers to names.
 #   cmake -DSOURCE_DIR=… -DNM=… -DLIBRARY=libflce.so -DINTERNALS=libflce_internals.so -DCOMMAND=flce -P symbols.cmake
 # LIBRARY may be a text of nm's, for the self-test.
 cmake_minimum_required(VERSION 3.25)

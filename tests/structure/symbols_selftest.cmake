@@ -26,6 +26,6 @@ foreach(name "flce::Session::get_kernel(flce::Spec const&, flce::KernelOptions c
   if(position EQUAL -1)
     message(FATAL_ERROR "libflce does not show ${name}")
   endif()
-  string(REPLACE " T ${name}" " T flce::parse_spec" fewer "${symbols}")  # which is there anyway
+  string(REPLACE " T ${name}" " T flce::parse_spec" fewer "${symbols}")  # parse_spec is there anyway
   expect("${fewer}" "but not shown: ${name}")
 endforeach()

@@ -37,7 +37,7 @@ class Stage:
         self.root = root
         (root / "tmp").mkdir(parents=True)
         shutil.copytree(environment, root / "venv", symlinks=True)
-        for script in (root / "venv/bin").glob("pip*"):  # which begin with the interpreter's path
+        for script in (root / "venv/bin").glob("pip*"):  # their first line is the interpreter's path
             script.write_text(script.read_text().replace(str(environment), str(root / "venv")))
         self.variables = {"PATH": f"{root / 'venv/bin'}:{os.environ['PATH']}", "VIRTUAL_ENV": str(root / "venv")}
 

@@ -18,7 +18,7 @@ COMMANDS = ("cmake", "flce", "flce-shard-checkpoint", "git", "make", "pip", "pyt
 @dataclass(frozen=True)
 class Block:
     page: str  # its path from the root
-    line: int  # of the first line within it
+    line: int  # number of the first line within it
     heading: str  # the nearest one above, without its #
     language: str
     text: str

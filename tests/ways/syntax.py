@@ -14,7 +14,7 @@ from typing import Any
 
 
 def refused(entry: dict[str, Any]) -> str:
-    """What the compiler says; nothing where it is content."""
+    """Runs the compiler and returns its messages; nothing where it is content."""
     command = shlex.split(entry["command"])
     at = command.index("-o")
     command[at : at + 2] = ["-O0", "-w", "-fsyntax-only"]

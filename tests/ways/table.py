@@ -37,7 +37,7 @@ def tests_of(tree: str) -> dict[str, list[str]]:
 
 
 def named_ways() -> set[str]:
-    """What pages tell a reader to do: make's targets, pip, find_package, a Dockerfile, examples."""
+    """Ways that pages tell a reader to take: make's targets, pip, find_package, a Dockerfile, examples."""
     found: set[str] = set()
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
@@ -77,7 +77,7 @@ if __name__ == "__main__":
     page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     every = tests_of(sys.argv[1])
     wrong = faults(page, every)
-    # What the check is for: a way without its test, a row that is gone.
+    # Faults that the check has to find: a way without its test, a row that is gone.
     broken = page.replace("`ways.pip`", "`ways.pipe`"), re.sub(r"^\| .make demo. .*\n", "", page, flags=re.MULTILINE)
     wrong += [f"a broken table passes: {number}" for number, text in enumerate(broken) if not faults(text, every)]
     sys.exit("\n".join(wrong) if wrong else 0)

@@ -16,7 +16,7 @@ skip() {
     echo "SKIPPED [1] ways.$way: $*"
     exit 77
 }
-# What a way hangs on. Without a history everything has changed.
+# Files that a way hangs on. Without a history everything has changed.
 declare -A files=([pip]="" [wheel]="" [demos]="" [cmake]="docs/prewarm.md cmake examples/prewarm tests/ways"
     [sdist]="pyproject.toml CMakeLists.txt cmake tools/setup.sh python/flce/_native.py python/flce/_command.py tests/ways"
     [image]="docs/prewarm.md prewarm cli/prewarm.cpp cmake tests/ways")
