@@ -170,7 +170,7 @@ __device__ __forceinline__ void divide_rows(const Place& place, const Temperatur
     }
 }
 
-/// Each sum of c, with its column's bias, becomes what `function` makes of it.
+/// Replaces each sum of c, with its column's bias, by function(sum).
 template <class Problem, class Place, class Function, int kPieces, int kColumnPieces>
 __device__ __forceinline__ void replace_sums(const ForwardParams& p, const Place& place, int first_column, int end,
                                              const Function& function, float (&c)[kPieces][kColumnPieces][4]) {
@@ -214,7 +214,7 @@ __device__ __forceinline__ void to_logits(const ForwardParams& p, const Place& p
     }
 }
 
-/// c becomes falls; those of columns past the vocabulary are infinite.
+/// c becomes falls; falls of columns past the vocabulary are infinite.
 template <class Problem, class Place, int kPieces, int kColumnPieces>
 __device__ __forceinline__ void to_falls(const ForwardParams& p, const Place& place, int first_column, int columns,
                                          float (&c)[kPieces][kColumnPieces][4]) {
@@ -284,7 +284,8 @@ __device__ __forceinline__ void add_bias(const DlogitsParams& p, const Place& pl
     }
 }
 
-/// The coefficients of a row that the Problem has: those of terms that do not exist are 0. They have been divided by the row's temperature.
+/// Coefficients of a row that the Problem has: coefficients of terms that do not exist are 0. All have been divided by the row's
+/// temperature.
 template <class Problem, class Above>
 struct GradientRow {
     float a;

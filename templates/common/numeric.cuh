@@ -95,8 +95,8 @@ struct FastMath {
     }
 };
 
-/// For logits that are long sums: their own rounding is as large as what this tanh is off near 0, a unit of the last place of 1. A third of
-/// the instructions.
+/// tanh for logits that are long sums: their own rounding is as large as the error of this tanh near 0, a unit of the last place of 1. It
+/// takes a third of the instructions.
 struct FastLongMath : FastMath {
     static __device__ __forceinline__ float tanh(float x) {
         return __fmaf_rn(-2.f, ptx::rcp_approx_ftz(1.f + ptx::ex2_approx_ftz(x * (2.f * log2_e()))), 1.f);

@@ -25,7 +25,7 @@ struct Operands {
     enum : bool { kExactProducts = kExactProducts_ };
 };
 
-/// Where a tile of a row-major matrix goes and how much of it exists.
+/// Target of a tile in a row-major matrix, and how much of the tile exists.
 template <class T>
 struct TileTarget {
     T* origin;

@@ -1,4 +1,4 @@
-// Parameter blocks of the kernels that end forward and merge, as those of params.cuh.
+// Parameter blocks of the kernels that end forward and merge. Plain C++, like params.cuh.
 #pragma once
 
 #if defined(__CUDACC__)
@@ -20,7 +20,7 @@ struct OutputsParams {
     float* log_sum_sq_probs;
     long long* top1;             ///< −1 where the row is ignored
     LossPartial* loss_partials;  ///< one for each block; null: no scalar loss, or this block writes it
-    float* scalar_loss;          ///< where this launch is one block and has every row; else null
+    float* scalar_loss;          ///< scalar loss, where this launch is one block and has every row; else null
     float* scalar_z_loss;        ///< z-loss's part of scalar_loss, in the launches that have scalar_loss
     CountParams count;           ///< divisor of the scalar losses
     unsigned long long* invalid_label;

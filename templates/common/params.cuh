@@ -28,7 +28,7 @@ enum : int {
     kReduceThreads = 1024,      ///< block of the kernels that reduce everything in one block
     kSmoothingParts = 264,      ///< stretches that smoothing_sums adds up for themselves
     kBiasColumns = 128,         ///< columns of a block of retained_bias
-    /// From this many products on, a logit's own rounding is several times the error that rounded powers of two add (docs/numerics.md).
+    /// Products from which on a logit's own rounding is several times the error that rounded powers of two add (docs/numerics.md).
     kLongSum = 512,
 };
 

@@ -217,10 +217,10 @@ __device__ __forceinline__ ListedRow listed_row(const RowList& list, const Targe
     return {row, load_target<Problem>(targets, temperature, row)};
 }
 
-/// The factor that dz is multiplied with before dz is rounded to 16 bits, or its inverse. It divides by t and by the logits' scale, so
-/// that the targets' entries are p − 1, near −1 where p is small. Otherwise all targets' entries would have the same rounding error, of
-/// the mean's divisor and of the scale, and the errors would add up. In fp16 a power of two on top brings the largest bound of any row
-/// just under 2^15, so that means over many tokens do not underflow.
+/// The factor that dz is multiplied with before dz is rounded to 16 bits, or its inverse. The factor divides by t and by the logits' scale,
+/// so that the targets' entries are p − 1, near −1 where p is small. Otherwise all targets' entries would have the same rounding error, of
+/// the mean's divisor and of the scale, and the errors would add up. In fp16 a power of two on top brings the largest bound of any row just
+/// under 2^15, so that means over many tokens do not underflow.
 template <class Problem>
 __device__ __forceinline__ float dlogits_scale(const PassScalars* scalars, bool inverse) {
     if constexpr (sizeof(typename Problem::Element) == 4) return 1.f;

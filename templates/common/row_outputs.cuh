@@ -1,4 +1,4 @@
-// From a row's partial sums to its outputs and its part of the loss. All reductions in a fixed order.
+// Makes a row's outputs and its part of the loss of the row's partial sums. All reductions in a fixed order.
 #pragma once
 
 #include "flce/common/output_params.cuh"

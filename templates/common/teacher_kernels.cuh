@@ -24,7 +24,7 @@ __device__ __forceinline__ int teacher_id(const TeacherParams& p, long long at) 
     return id == -1 ? kIgnored : kOutOfRange;
 }
 
-/// Where forward keeps the logit of a row's class number k.
+/// Place where forward keeps the logit of a row's class number k.
 template <class Problem>
 __device__ __forceinline__ float& teacher_logit(const TeacherParams& p, long long row, int k) {
     return Problem::shard ? p.logprobs[k * p.shard_rows + row] : p.logprobs[row * p.top_k + k];
@@ -185,7 +185,7 @@ __device__ __forceinline__ float slope_in_row(const Params& p, int row, float lo
 
 /// The classes that a row's teacher names, in shared memory. A warp has a row.
 struct NamedClasses {
-    int columns[kMostTeacherClasses];  ///< from a launch's first one on; −1: none of its columns
+    int columns[kMostTeacherClasses];  ///< columns counted from a launch's first one; −1: none of its columns
     float probabilities[kMostTeacherClasses];
 
     /// `first`: the row's first place in the teacher's tensors. The launch has `count` columns from class `first_column` on.

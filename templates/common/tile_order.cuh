@@ -1,4 +1,4 @@
-// In which order the tiles of a matrix are worked on. Plain C++: the host tests it.
+// Order in which the tiles of a matrix are worked on. Plain C++: the host tests it.
 #pragma once
 
 #if defined(__CUDACC__)

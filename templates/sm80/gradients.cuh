@@ -6,8 +6,8 @@
 
 namespace flce {
 
-/// Feeds a sum over tokens. Hidden states of ignored ones are left out: their dlogits are 0, but 0 times NaN is not. Each lane knows of a
-/// token of the slice that is brought next whether it is valid; it has been asked a slice before.
+/// Feeds a sum over tokens. Hidden states of ignored ones are left out: their dlogits are 0, but 0 times NaN is not. Each lane knows
+/// whether one token of the slice that is brought next is valid; the lane looked a slice before.
 template <class MainloopT, class TileT, bool kHiddenIsA>
 struct TokenFeed : TileFeed<MainloopT> {
     enum : int { kTokens = TileT::kBlockK };

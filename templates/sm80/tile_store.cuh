@@ -1,4 +1,4 @@
-// From accumulators to memory: whole rows of a tile in 16-byte pieces.
+// Stores accumulators: whole rows of a tile in 16-byte pieces.
 #pragma once
 
 #include "flce/sm80/mainloop.cuh"

@@ -7,8 +7,8 @@
 
 namespace flce {
 
-/// For every tile that the block's cluster takes, which has slices(): `bring` in the producer, `compute` in the consumers, or in the one
-/// whose turn it is.
+/// Runs over every tile that the block's cluster takes, which has slices(): `bring` in the producer, `compute` in the consumers, or in the
+/// one whose turn it is.
 template <class MainloopT, class TileT, class Walk, class Slices, class Bring, class Compute>
 __device__ __forceinline__ void run_tiles(MainloopT& mainloop, Tickets* tickets, TileNumbers<TileT>& numbers, Walk& walk,
                                           const Slices& slices, bool by_turns, const Bring& bring, const Compute& compute) {

@@ -42,7 +42,7 @@ struct ChunkWalk : ChunkPhases<ChunkShape<kHiddenOnly>, kHidden, TileT::kBlockM 
     int m = 0;            ///< first row and column of the tile, counted from the chunk's
     int n = 0;
     int slices = 0;
-    int part_row = 0;  ///< in a sum in parts: first row of the tile's part, and depth in the pair at which the part begins
+    int part_row = 0;  ///< first row of the tile's part of a sum in parts, and depth in the pair at which the part begins
     int part_depth = 0;
 
     __device__ __forceinline__ ChunkWalk(const BackwardChunksSm90Params& p, unsigned rows_at, unsigned numbers_at)
@@ -151,7 +151,7 @@ struct BackwardChunksSm90 {
         while (true) {
             walk.numbers.hand_out(number, ring.rank);
             if (!walk.next(ring.rank)) break;
-            // It comes while this tile is brought.
+            // the number comes while this tile is brought
             if (ring.rank == 0) number = take();
             const int now = walk.chunk * kChunkKinds + static_cast<int>(walk.kind);
             if (now != phase) wait_for_phases();

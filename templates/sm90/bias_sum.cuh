@@ -78,7 +78,7 @@ __device__ __forceinline__ void add_bias_in_turn(const DlogitsParams& p, const P
 template <class Problem, class Place, int kPiecesA, class Taken>
 __device__ __forceinline__ void write_bias(const Place& place, const float (&sums)[kPiecesA][1][4], typename Problem::GradWeight* to,
                                            int columns, float factor, const Taken& taken) {
-    // Where a thread stands, anew: kept from the tile's beginning it would not fit.
+    // the thread's place, worked out anew: kept from the tile's beginning it would not fit
     Place here = place;
     asm volatile("" : "+r"(here.lane), "+r"(here.warp));
     float totals[kPiecesA][2];

@@ -42,7 +42,8 @@ struct ChunkPhases {
 
     enum : bool { kHalves = Shape::kHiddenOnly };
 
-    /// Where a chunk's dlogits begin in the two places that lie beside each other, and where it begins in the vocabulary.
+    /// Column at which a chunk's dlogits begin in the two places that lie beside each other, and column at which the chunk begins in the
+    /// vocabulary.
     FLCE_HOST_DEVICE int place_of(int c) const { return kHalves ? 0 : c % 2 * shape.even_width(); }
     FLCE_HOST_DEVICE int begin_of(int c) const { return c / 2 * shape.pair_width() + place_of(c); }
     /// Rows of a chunk, and the first of them.

@@ -82,7 +82,7 @@ struct ForwardSm90 {
     __device__ __forceinline__ int first_row(int row_cluster) const {
         return row_cluster * kClusterRows + (TileT::kCluster > 1 ? static_cast<int>(mainloop.rank) * TileT::kBlockM : 0);
     }
-    /// Among those of the launch.
+    /// First column of the tile among the launch's columns.
     static __device__ __forceinline__ int first_column_of(const TileWord& tile) { return static_cast<int>(tile.number) * TileT::kBlockN; }
 
     __device__ __forceinline__ void run() {
@@ -124,7 +124,7 @@ struct ForwardSm90 {
         return {p.list.rows != nullptr ? p.list.rows + p.list.first + first : nullptr, first, last};
     }
 
-    /// The producer's warpgroup. Its first thread finds out what comes next, and the blocks of a cluster come to the same.
+    /// The producer's warpgroup. Its first thread finds out which word comes next, and all blocks of a cluster find an equal word.
     __device__ __forceinline__ void bring_all() {
         bool told = false;  // whether the next word is told already
         while (true) {
@@ -236,7 +236,7 @@ struct ForwardSm90 {
     }
 
     __device__ __forceinline__ unsigned* done(const ShareJob& job) const { return ShareJobs::done(p.shares, share.clusters, job.share()); }
-    /// Until those before are written.
+    /// Waits until the stretches before are written.
     __device__ __forceinline__ void wait_for_stretches(const ShareJob& job) const {
         if (mainloop.place.lane == 0) {
             while (ptx::ld_acquire_gpu(done(job)) < static_cast<unsigned>(job.stretch()) * kWarps) {

@@ -8,14 +8,14 @@
 
 namespace flce {
 
-/// Where the first thread stands in its job. It lies in shared memory: the producer's registers are few.
+/// State of the first thread in its job. It lies in shared memory: the producer's registers are few.
 struct DirectorState {
     ShareJobs shared;
     ShareJob job;  ///< kNone before the first one
     VocabularyWalk walk;
     int consumer;  ///< consumer that has the tile: always the same one, whichever cluster has the job
     int end;       ///< tile behind the stretch
-    /// Where a part's rows begin, in hidden or in the compact rows. Looked up once for a job: a look takes as long as the ring lasts.
+    /// First rows of the parts, in hidden or in the compact rows. Looked up once for a job: a look takes as long as the ring lasts.
     int begin[2];
     bool neighbours[2];  ///< whether they are
     bool any;            ///< the walk is at a tile, or a segment
@@ -128,7 +128,7 @@ private:
         return TileWord::tile(walk.tile, walk.row_cluster_of(walk.part), walk.part, d.consumer, d.neighbours[walk.part]);
     }
 
-    /// On to the share's next tile.
+    /// Goes on to the share's next tile.
     __device__ __forceinline__ bool next(VocabularyWalk& walk) const {
         if (!forward.goes_again()) return walk.next(tiles());
         while (walk.next(forward.tiles_again())) {

@@ -14,7 +14,7 @@ template <class Problem, class TileT>
 using GradWeightPanels = Select<kUpdatesGradWeight<Problem>, PanelUpdate<typename Problem::GradWeight, TileT>,
                                 PanelStore<typename Problem::GradWeight, TileT, 1, 2>>;
 
-/// Where in the gradient the panels of a tile lie.
+/// Places of a tile's panels in the gradient.
 template <class Problem, class TileT>
 struct GradWeightTile {
     using PanelsT = GradWeightPanels<Problem, TileT>;

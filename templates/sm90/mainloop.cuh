@@ -266,8 +266,8 @@ struct MainloopSm90 : RingSm90<TileT, kGathers> {
         }
     }
 
-    /// The producer's warpgroup: the same with A's rows from wherever `row_of` says, a row of the tile → its row in `a`, or −1: zeros.
-    /// Threads copy them, 16 bytes each time. Consumers have to say that they are `gathered`.
+    /// Does produce in the producer's warpgroup with A's rows from the places that `row_of` gives: a row of the tile → its row in `a`, or
+    /// −1: zeros. Threads copy them, 16 bytes each time. Consumers have to say that they are `gathered`.
     template <class RowOf, class MapB>
     __device__ __forceinline__ void produce_rows(const T* a, int depth, const RowOf& row_of, const MapB& b, int n, int slices) {
         static_assert(kGathers);

@@ -103,8 +103,8 @@ struct WithScaledBias : WithGradBias<Params> {
     TensorMap scales_map;          ///< bias_factors of RetainedRowsParams
 };
 
-/// Several chunks of the vocabulary in one launch. Everything begins with the first of them: the base's columns are those of all. Chunks
-/// take turns with two places for dlogits that lie side by side, so that [rows, pair_width] holds one chunk of each kind.
+/// Several chunks of the vocabulary in one launch. Everything begins with the first chunk: the base's columns are the columns of all
+/// chunks. Chunks take turns with two places for dlogits that lie side by side, so that [rows, pair_width] holds one chunk of each kind.
 struct BackwardChunksSm90Params : DlogitsParams {
     TensorMap hidden_map;            // operands of the logits
     TensorMap weight_map;            //

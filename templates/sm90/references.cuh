@@ -1,4 +1,4 @@
-// Before forward retains exponentials: a number near each row's logits, and hidden states of listed rows beside each other.
+// Finds a number near each row's logits before forward retains exponentials, and copies hidden states of listed rows beside each other.
 #pragma once
 
 #include "flce/common/row_kernels.cuh"

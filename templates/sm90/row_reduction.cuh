@@ -19,7 +19,7 @@ struct StoredFactor {
     }
 };
 
-/// Where nothing is stored, so that no derivative is worked out.
+/// StoredFactor where nothing is stored, so that no derivative is worked out.
 struct NothingStored {
     __device__ __forceinline__ float times(float exponential, float /*logit*/) const { return exponential; }
 };
@@ -35,9 +35,8 @@ struct RowReduction {
     /// Squares are to stay within a float's range as well.
     enum : int { kMostShared = Problem::square_sum ? kMostAboveReference / 2 : kMostAboveReference };
 
-    /// Where they are far from the reference, exponentials are cut off: a row that is ignored, whatever it holds, has to multiply a finite
-    /// number by 0. `first_class`: of the thread's first column.
-    /// `Factor`: StoredFactor, or NothingStored.
+    /// Makes exponentials, and cuts them off where they are far from the reference: a row that is ignored, whatever it holds, has to
+    /// multiply a finite number by 0. `first_class`: class of the thread's first column. `Factor`: StoredFactor, or NothingStored.
     template <class Factor>
     static __device__ __forceinline__ void exponentials_of_row(float (&c)[kColumnPieces][4], int h, float reference, const Factor& factor,
                                                                int first_class, RowSums& sums) {

@@ -99,8 +99,8 @@ struct TileWord {
     __device__ __forceinline__ bool is_last() const { return (rest & kIsLast) != 0; }
 };
 
-/// Words on their way. A stretch has a tile at least, and the producer tells what comes after the tile that it brings. So it is ahead of
-/// the slowest consumer by two words for each slice in the ring, each tile at hand and the next one at most: there are more slots.
+/// Words on their way. A stretch has a tile at least, and the producer tells the word after the tile that it brings. So the producer is
+/// ahead of the slowest consumer by two words for each slice in the ring, each tile at hand and the next one at most: there are more slots.
 template <class TileT>
 struct TileWords {
     enum : unsigned { kSlots = 32 };

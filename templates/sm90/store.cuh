@@ -1,4 +1,4 @@
-// From a consumer's accumulators to memory.
+// Stores a consumer's accumulators.
 #pragma once
 
 #include "flce/sm90/mainloop.cuh"
@@ -75,7 +75,7 @@ struct PanelStore {
     }
 
 protected:
-    /// Where this thread's first elements of a row lie. Eight rows, eight different chunks of 16 bytes: no bank twice.
+    /// Place of this thread's first elements of a row. Eight rows, eight different chunks of 16 bytes: no bank twice.
     __device__ __forceinline__ unsigned row_address(unsigned panels, int h) const {
         const int row = place.warp * 16 + h * 8 + place.lane / 4;
         unsigned base = panels + static_cast<unsigned>(row * 128 + ((row & 7) * 16 ^ place.lane % 4 * 2 * static_cast<int>(sizeof(T))));

@@ -23,8 +23,8 @@ struct TileSm90 {
     enum : int { kStageBytes = (kBlockM + kBlockN) * 128 };  ///< a slice of each operand
 };
 
-/// Where a thread stands: which warpgroup, and in a consumer which accumulators. Accumulator [i][j][2·h + e] is row(i, h), column(j, e) of
-/// the tile.
+/// Place of a thread: its warpgroup, and in a consumer its accumulators. Accumulator [i][j][2·h + e] is row(i, h), column(j, e) of the
+/// tile.
 template <class TileT>
 struct PlaceSm90 {
     int lane;

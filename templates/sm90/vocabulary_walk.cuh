@@ -26,9 +26,9 @@ FLCE_HOST_DEVICE constexpr int spreading_stride(int count) {
     }
 }
 
-/// Tiles step round a circle of units, tile t to unit t · stride; those that step into an arc of it, in order. They are found without a
-/// search, which would take as long as the weight's way through the ring where few clusters share rows: a step sequence that leaves an arc
-/// comes back to it after one of three numbers of steps (the three-gap theorem).
+/// Tiles step round a circle of units, tile t to unit t · stride; an arc has the tiles that step into it, in order. Those tiles are found
+/// without a search, which would take as long as the weight's way through the ring where few clusters share rows: a step sequence that
+/// leaves an arc comes back to it after one of three numbers of steps (the three-gap theorem).
 struct ArcWalk {
     enum : int { kNone = 1 << 30 };
 

@@ -28,7 +28,7 @@ struct TuneOptions {
     double candidate_timeout_s = 30;         ///< a candidate without an answer for this time hangs; at most a quarter of the budget counts
     std::vector<std::string> coordinates{};  ///< coordinates to vary, as --coordinates names them; empty: all
     std::size_t exhaustive = 0;              ///< > 0: measure that many combinations instead of descending
-    std::filesystem::path records_dir{};     ///< where records are kept; empty: the session's
+    std::filesystem::path records_dir{};     ///< directory for the records; empty: the session's
     std::string commit{};                    ///< commit kept with the measurements, so that later readers know the code that was measured
     bool fresh = false;                      ///< measure everything again and replace the records
     /// The flce command, of this library's build: candidates run in processes of it. Empty: bin/flce beside the folder of libflce, as it is
@@ -48,7 +48,7 @@ struct TuneProgress {
 
 /// Functions by which tune() tells its caller of its progress, in the calling thread, and asks whether to stop. Each may be empty.
 struct TuneListener {
-    std::function<void(const TuneProgress&)> progress{};  ///< before each measurement; candidates is 0 when a search begins
+    std::function<void(const TuneProgress&)> progress{};  ///< called before each measurement; candidates is 0 when a search begins
     std::function<void(const std::string&)> warning{};
     std::function<bool()> stop{};  ///< whether to end; what has been measured is kept
 };
@@ -63,7 +63,7 @@ struct TunedLayer {
     std::string default_plan{};  ///< the cost model's first choice
     std::size_t candidates = 0;  ///< candidates in the record
     std::size_t measured = 0;    ///< candidates measured by this call
-    bool complete = false;       ///< the search was neither stopped nor cut short
+    bool complete = false;       ///< whether the search was not stopped and not cut short
     double seconds = 0;
     std::int64_t compiled = 0;  ///< kernels and launchers that no cache had
 };
@@ -79,7 +79,7 @@ struct UntunedLayer {
 struct TuneReport {
     std::vector<TunedLayer> layers{};
     std::vector<UntunedLayer> errors{};
-    bool stopped = false;  ///< by the listener
+    bool stopped = false;  ///< whether the listener stopped the call
     std::string json{};    ///< the object that `flce tune --json` prints
 };
 

@@ -111,8 +111,8 @@ struct PlanRequest {
     friend bool operator==(const PlanRequest&, const PlanRequest&) = default;
 };
 
-/// All legal candidate plans, best expected first (the cost model's order, which is that of the architecture: all its products share a
-/// choice and so their kernels); never empty. Throws SpecError, and PlanError as choose_plan does.
+/// All legal candidate plans, best expected first (by the cost model for the architecture: all products of an architecture share a choice
+/// and so their kernels); never empty. Throws SpecError, and PlanError as choose_plan does.
 [[nodiscard]] std::vector<Plan> candidate_plans(const Spec& spec, const Device& device, const PlanRequest& request = {});
 
 /// The first of candidate_plans. Throws PlanError with the reasons when there is none.

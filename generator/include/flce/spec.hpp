@@ -34,12 +34,11 @@ struct Outputs {
 inline constexpr float kLeastTemperature = 0x1p-100F;
 inline constexpr float kMostTemperature = 0x1p100F;
 
-/// The output layer and its loss. logits = softcap(logit_scale · (hidden · weightᵀ + bias)), where
-/// softcap(u) = softcap · tanh(u / softcap); with temperature, logits are divided by their token's. Loss of a token = (cross entropy
-/// (torch's meaning of label_smoothing and of class weights) + z_loss · lse²) · token_weight · (dft: the target's probability). With
-/// teacher_top_k the cross entropy is hard_weight · (that of the target) + (1 − hard_weight) · (−Σ_k q_k·log p_k over the teacher's ids).
-/// In a literal, grad_weight_dtype and grad_weight_mode follow from the fields before them, as in a text. Fields assigned later move
-/// neither.
+/// The output layer and its loss. logits = softcap(logit_scale · (hidden · weightᵀ + bias)), where softcap(u) = softcap · tanh(u /
+/// softcap); with temperature, logits are divided by their token's temperature. Loss of a token = (cross entropy (torch's meaning of
+/// label_smoothing and of class weights) + z_loss · lse²) · token_weight · (dft: the target's probability). With teacher_top_k the cross
+/// entropy is hard_weight · (that of the target) + (1 − hard_weight) · (−Σ_k q_k·log p_k over the teacher's ids). In a literal,
+/// grad_weight_dtype and grad_weight_mode follow from the fields before them, as in a text. Fields assigned later move neither.
 struct Spec {
     std::int64_t hidden_size = 0;        ///< D: ≥ 8 and a multiple of 8 (rows of 16 bytes)
     std::int64_t vocab_size = 0;         ///< V ≥ 2
@@ -53,9 +52,9 @@ struct Spec {
         std::nullopt;  ///< fp32: the weight is that in memory and rounded to the dtype as it is read; none: the dtype
     std::optional<DType> grad_hidden_dtype =
         std::nullopt;  ///< fp32, of a shard alone, so that a sum over shards is rounded once; none: the dtype
-    DType grad_weight_dtype = weight_dtype.value_or(dtype);  ///< the dtype above, or fp32; also that of grad_bias
+    DType grad_weight_dtype = weight_dtype.value_or(dtype);  ///< dtype of the gradients of weight and bias: the spec's dtype, or fp32
     bool tied = false;  ///< the weight is the embedding table: vocab_major, gradient accumulated unless said otherwise
-    GradMode grad_weight_mode = tied ? GradMode::accumulate : GradMode::write;  ///< also that of grad_bias
+    GradMode grad_weight_mode = tied ? GradMode::accumulate : GradMode::write;  ///< mode of the gradients of weight and bias
     bool bias = false;             ///< a bias [V] of the spec's dtype is added to hidden · weightᵀ
     bool class_weight = false;     ///< class weights [V] (fp32), torch's meaning
     bool temperature = false;      ///< a call has temperatures [N] (fp32, kLeastTemperature to kMostTemperature)

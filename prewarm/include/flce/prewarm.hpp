@@ -23,7 +23,7 @@ struct PrewarmWants {
     std::vector<Spec> specs{};
     std::vector<std::filesystem::path> hf_configs{};  ///< models' config.json files
     std::vector<std::string> autocast{};              ///< "bf16", "fp16": dtypes that these models are computed in, with parameters in fp32
-    std::vector<std::filesystem::path> manifests{};   ///< JSON files that list the same (docs/prewarm.md)
+    std::vector<std::filesystem::path> manifests{};   ///< JSON files that list wants (docs/prewarm.md)
     std::vector<std::string> devices{};               ///< names as resolve_device takes them: "sm_90a", "NVIDIA H200", "x86-64-v4", "cpu"
     std::vector<std::int64_t> num_tokens{};           ///< tokens of a call; empty: any number
     std::vector<std::int64_t> workspace_limits{};     ///< KernelOptions::workspace_limit_bytes of calls; 0: none. Empty: none
@@ -42,7 +42,7 @@ struct PrewarmItem {
 struct PrewarmOptions {
     PrewarmWants wants{};
     std::filesystem::path cache_dir{};  ///< cache directory, like SessionOptions::cache_dir
-    std::filesystem::path pack{};       ///< also write what these kernels use, and nothing else, as one pack; empty: no pack
+    std::filesystem::path pack{};       ///< pack to write with the entries that these kernels use, and no others; empty: no pack
     int jobs = 0;                       ///< worker processes; 0: as many as cores and memory have room for
     /// The flce command, of this library's build: kernels are compiled in processes of it. Empty: bin/flce beside the folder of libflce, as
     /// it is in the build tree, an install and the Python package.
@@ -89,7 +89,7 @@ struct PrewarmReport {
     std::int64_t hits = 0;
     std::int64_t failed = 0;
     std::size_t not_kept = 0;                     ///< sets that were compiled but that no cache keeps; not counted where a pack is written
-    bool stopped = false;                         ///< by the listener
+    bool stopped = false;                         ///< whether the listener stopped the call
     std::optional<std::filesystem::path> pack{};  ///< pack that was written: only if every kernel is in it
     std::filesystem::path cache_dir{};            ///< empty: the local cache is off
 
@@ -102,7 +102,7 @@ struct PrewarmReport {
 [[nodiscard]] PrewarmReport prewarm(const PrewarmOptions& options, const PrewarmListener& listener = {});
 
 struct MissingReport {
-    std::size_t sets = 0;                ///< all that were asked for
+    std::size_t sets = 0;                ///< kernel sets that were asked for
     std::vector<PrewarmItem> missing{};  ///< sets that a run in this environment would not find (a strict run, where FLCE_STRICT says so)
 
     /// The object that `flce prewarm --check --json` prints.

@@ -131,7 +131,7 @@ FLCE_API flce_status flce_session_default(flce_session** session);
 FLCE_API void flce_session_release(flce_session* session);
 /* JSON object describing the session's device. */
 FLCE_API flce_status flce_session_device_json(const flce_session* session, char* buffer, size_t capacity, size_t* needed);
-/* Where the session's device is, in DLPack's terms. */
+/* The session's device in DLPack's terms. */
 FLCE_API flce_status flce_session_device(const flce_session* session, int32_t* device_type, int32_t* device_index);
 /* Directory of the disk cache, "" if there is none: the file name's bytes. */
 FLCE_API flce_status flce_session_cache_dir(const flce_session* session, char* buffer, size_t capacity, size_t* needed);
@@ -146,7 +146,7 @@ typedef struct flce_statistics {
 #define FLCE_STATISTICS_INIT {sizeof(flce_statistics), 0, 0, 0, 0}
 FLCE_API flce_status flce_session_statistics(const flce_session* session, flce_statistics* statistics);
 
-/* Where kernels are looked for, in this order. */
+/* Places where kernels are looked for, in this order. */
 enum { FLCE_TIER_MEMORY = 0, FLCE_TIER_LOCAL = 1, FLCE_TIER_PACKS = 2, FLCE_TIER_REMOTE = 3 };
 typedef struct flce_tier_statistics {
     size_t struct_size; /* set by the caller */
@@ -161,8 +161,8 @@ FLCE_API flce_status flce_session_tier_statistics(const flce_session* session, i
 
 /* --- Specs -------------------------------------------------------------------------------------------------------------------- */
 
-/* Specs are text: "D=2048,V=151936,dtype=bf16,tied", or JSON with the same keys (first character '{'). These check one and return its
- * canonical forms. */
+/* Specs are text: "D=2048,V=151936,dtype=bf16,tied", or JSON with the same keys (first character '{'). These functions check a spec and
+ * return its canonical forms. */
 FLCE_API flce_status flce_spec_text(const char* spec, char* buffer, size_t capacity, size_t* needed);
 FLCE_API flce_status flce_spec_json(const char* spec, char* buffer, size_t capacity, size_t* needed);
 /* The canonical text of the output layer that a Hugging Face config.json describes, given its text; flce/spec.hpp has the keys. */
@@ -170,8 +170,8 @@ FLCE_API flce_status flce_hf_config_spec(const char* config_json, char* buffer, 
 
 /* --- Kernels ------------------------------------------------------------------------------------------------------------------ */
 
-/* A compiled kernel set for one spec on one device: immutable, usable from any thread and on any stream of its device. It allocates no
- * device memory, never synchronises, and its CUDA form can be captured in a graph. Counted references. */
+/* A compiled kernel set for one spec on one device: immutable, usable from any thread and on any stream of its device. A kernel allocates
+ * no device memory, never synchronises, and its CUDA form can be captured in a graph. Counted references. */
 typedef struct flce_kernel flce_kernel;
 
 typedef struct flce_kernel_options {
@@ -191,8 +191,8 @@ typedef struct flce_kernel_options {
  * smaller of two; 4096 for 0 and less, which stand for a number not known. Calls of one bucket without a limit have one kernel. */
 FLCE_API int64_t flce_token_bucket(int64_t num_tokens);
 
-/* From memory, from disk, or compiled: once, whatever the number of concurrent callers; a failure is not remembered. `options` may be NULL.
- * *kernel is a new reference, or NULL on failure. */
+/* Gets a kernel from memory, from disk, or compiles it: once, whatever the number of concurrent callers; a failure is not remembered.
+ * `options` may be NULL. *kernel is a new reference, or NULL on failure. */
 FLCE_API flce_status flce_get_kernel(flce_session* session, const char* spec, const flce_kernel_options* options, flce_kernel** kernel);
 /* One more reference. NULL is ignored. */
 FLCE_API void flce_kernel_retain(flce_kernel* kernel);
@@ -385,7 +385,7 @@ typedef struct flce_backward_args {
     const flce_tensor* target_class_weight; /* a shard's, as merge wrote it; class_weight_total too */
     const flce_tensor* class_weight_total;
     int32_t stage;        /* FLCE_STAGE_... */
-    int32_t hidden_ready; /* in both stages: 1 if hidden is there when the first one begins and may be read in it, else 0 */
+    int32_t hidden_ready; /* 1 if hidden is there when the first stage begins and may be read in it, else 0; equal in both stages */
 } flce_backward_args;
 /* clang-format off */
 #define FLCE_BACKWARD_ARGS_INIT                                                                             \

@@ -306,7 +306,7 @@ struct SessionOptions {
 
 struct KernelOptions {
     std::string plan{};              ///< canonical plan text to use instead of the planner's choice; empty: the planner's
-    std::int64_t scratch_bytes = 0;  ///< for the planner, instead of the session's; 0: the session's
+    std::int64_t scratch_bytes = 0;  ///< scratch for the planner, instead of the session's; 0: the session's
     /// Most bytes beyond inputs and gradients that a call over num_tokens tokens may take, workspace and Retained together; 0: the
     /// session's limit. The kernel's workspace keeps to it (scratch gets smaller, in steps, so that different limits share kernels);
     /// Retained in memory of its own may have the rest. A kernel that retains nothing gets more scratch than the default instead, where
@@ -385,7 +385,7 @@ private:
 struct EnvironmentVariable {
     std::string name{};
     std::string meaning{};
-    std::string default_value{};         ///< for people
+    std::string default_value{};         ///< text for people
     std::optional<std::string> value{};  ///< value that the variable is set to now; absent: not set or empty
 };
 /// All environment variables that flce reads.

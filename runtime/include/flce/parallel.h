@@ -8,9 +8,9 @@
 extern "C" {
 #endif
 
-/* A group of ranks as one of them sees it. All ranks call the same functions in the same order. A function returns 0, or what it failed
- * with, which ends the call with FLCE_ERROR_DEVICE. On a GPU it is asynchronous on `stream` (a CUstream of the kernel's device); on a CPU
- * it has ended when it returns. dtype: FLCE_BF16, FLCE_FP16 or FLCE_FP32. */
+/* A group of ranks as one rank sees it. All ranks call the same functions in the same order. A function returns 0, or an error of its own,
+ * which ends the call with FLCE_ERROR_DEVICE. On a GPU a function is asynchronous on `stream` (a CUstream of the kernel's device); on a CPU
+ * its work has ended when it returns. dtype: FLCE_BF16, FLCE_FP16 or FLCE_FP32. */
 typedef struct flce_communicator {
     size_t struct_size;
     void* user; /* handed to each function */

@@ -15,8 +15,9 @@
 
 namespace flce {
 
-/// A group of ranks as one of them sees it. All ranks call the same functions in the same order; a function throws where it fails. On a GPU
-/// it is asynchronous on `stream`, a stream of the kernel's device; on a CPU it has ended when it returns. No function may keep an address.
+/// A group of ranks as one rank sees it. All ranks call the same functions in the same order; a function throws where it fails. On a GPU a
+/// function is asynchronous on `stream`, a stream of the kernel's device; on a CPU its work has ended when it returns. No function may keep
+/// an address.
 struct Communicator {
     int rank = 0;
     int size = 1;
@@ -29,8 +30,8 @@ struct Communicator {
     std::function<void(const void* data, void* part, std::int64_t count, DType dtype, Stream stream)> reduce_scatter{};
 };
 
-/// Over an ncclComm_t of the caller's, which has to outlive it. NCCL is loaded at run time: the process's libnccl.so.2, or the library that
-/// FLCE_NCCL names. Throws EnvironmentError where there is none, DeviceError where it fails.
+/// A Communicator over an ncclComm_t of the caller's, which has to outlive it. NCCL is loaded at run time: the process's libnccl.so.2, or
+/// the library that FLCE_NCCL names. Throws EnvironmentError where there is none, DeviceError where it fails.
 [[nodiscard]] Communicator nccl_communicator(void* comm);
 
 struct ParallelOptions {
@@ -66,7 +67,7 @@ public:
     /// number of tokens that sequence_parallel cannot divide.
     [[nodiscard]] std::size_t workspace_bytes(std::int64_t num_tokens) const;
 
-    /// Outputs are the same bits on every rank. Throws what Kernel::forward, Kernel::merge and the communicator throw.
+    /// Computes outputs that have equal bits on every rank. Throws the errors of Kernel::forward, Kernel::merge and the communicator.
     void forward(const ParallelForwardArgs& args, Workspace workspace, Stream stream = {}) const;
     /// args.hidden and grad_hidden as in forward; grad_hidden, which all ranks ask for or none, is the sum over ranks, its elements of
     /// grad_hidden_dtype(spec). args.stage has to be whole.

@@ -8,12 +8,12 @@
 
 namespace flce {
 
-/// On a GPU a CUDA graph on a stream of its own; on a CPU the calls themselves. Movable.
+/// A CUDA graph on a stream of its own, or on a CPU the calls themselves. Movable.
 class Recording {
 public:
     Recording() = default;
     /// Calls `work` with the stream to submit to: once, now, on a GPU (nothing runs yet), each time on a CPU. Memory that the work uses
-    /// must outlive the recording and stay where it is. Throws what `work` does, and DeviceError where the driver refuses the graph.
+    /// must outlive the recording and stay where it is. Throws the errors of `work`, and DeviceError where the driver refuses the graph.
     Recording(DeviceRef device, std::function<void(Stream)> work);
 
     [[nodiscard]] explicit operator bool() const noexcept { return state_ != nullptr; }

@@ -10,7 +10,7 @@ namespace flce {
 
 enum class ScalarType : std::uint8_t { bf16, fp16, fp32, int32, int64, uint64 };
 
-/// Where memory lies: host memory, or device memory of CUDA device `index`.
+/// Place of memory: host memory, or device memory of CUDA device `index`.
 struct DeviceRef {
     DeviceKind kind = DeviceKind::cpu;
     int index = 0;
