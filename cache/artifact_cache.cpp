@@ -127,7 +127,7 @@ struct ArtifactCache::State {
         return nullptr;
     }
 
-    // To every tier (unless the tiers have it), and to the collecting caller.
+    // Gives an entry to every tier (unless the tiers have it), and to the collecting caller.
     void publish(const CacheKey& key, const Artifact& artifact, bool present = false) try {
         if (tiers.empty() && !options.on_use) return;
         const std::vector<std::byte> entry = encode_artifact(key, artifact, options.signer.get());
@@ -168,7 +168,7 @@ struct ArtifactCache::State {
         if (known != memory.end() && known->second.lock() == artifact) memory.erase(known);
     }
 
-    // Where nobody reads warnings, a tier that helps nobody is found out by its cost.
+    // Refuses tiers that help nobody: where nobody reads warnings, such a tier is found out only by its cost.
     void refuse_idle_tiers() const {
         if (!options.strict) return;
         for (const auto& tier : tiers) {
@@ -179,7 +179,8 @@ struct ArtifactCache::State {
         }
     }
 
-    // From the tiers, or created. `lock` is taken where the artifact may have to be created; it is held until that is published.
+    // Gets an artifact from the tiers, or creates it. `lock` is taken where the artifact may have to be created, and held until the
+    // artifact is published.
     Result look_up(const CacheKey& key, const std::function<Artifact()>& create, Judge& judge, std::optional<KeyLock>& lock) {
         // The directory first, then the lock, then the rest: one process of a machine asks a remote store for an entry that all processes
         // want.
@@ -188,7 +189,7 @@ struct ArtifactCache::State {
         const bool worth_a_lock = options.creates || !options.further.empty();
         if (!result.artifact && disk && worth_a_lock && options.lock_wait.count() > 0 && disk->usable(true)) {
             lock.emplace(options.directory, key, options.lock_wait);
-            // The process that held it may have published and gone since this one looked, even if nobody had to be waited for.
+            // The process that held the lock may have published and gone since this process looked, even if nobody had to be waited for.
             if (lock->held() || lock->waited()) result.artifact = find(key, 0, local, judge, Ask::again);
         }
         if (!result.artifact) result.artifact = find(key, local, tiers.size(), judge);
@@ -206,7 +207,8 @@ struct ArtifactCache::State {
         return result;
     }
 
-    // From memory, from another caller who is at it, or by this one. `rejected`: what the others have is of no use to this caller.
+    // Gets an artifact from memory, from another caller who is at it, or by this one. `rejected`: the others' artifacts are of no use to
+    // this caller.
     Result share_or_look_up(const CacheKey& key, const std::function<Artifact()>& create, Judge& judge, bool& rejected) {
         Result result{remembered(key), false};
         if (!result.artifact) {

@@ -116,7 +116,7 @@ public:
 
     [[nodiscard]] CacheStatistics statistics() const;
     [[nodiscard]] const std::filesystem::path& directory() const noexcept;
-    /// For another cache over the same tiers, whose statistics are its own.
+    /// Options, for another cache over the same tiers, whose statistics are its own.
     [[nodiscard]] const Options& options() const noexcept;
 
 private:

@@ -32,7 +32,7 @@ void mark_used(int file, const struct stat& status) {
     const std::time_t age = std::time(nullptr) - status.st_atim.tv_sec;
     if (age >= 0 && age < kAccessTimeSeconds) return;
     const std::array<timespec, 2> times{timespec{0, UTIME_NOW}, timespec{0, UTIME_OMIT}};
-    (void)::futimens(file, times.data());  // on a read-only file system nobody evicts by it either
+    (void)::futimens(file, times.data());  // fails on a read-only file system, where nobody evicts by this time either
 }
 
 struct Opened {
@@ -74,7 +74,7 @@ Opened open_entry(const fs::path& path, const CacheKey& key) {
 
 bool is_same_file(const struct stat& one, const struct stat& other) { return one.st_ino == other.st_ino && one.st_dev == other.st_dev; }
 
-// Over nothing: another may have been published since.
+// Puts the file back, over nothing: another may have been published since.
 void put_back(const std::string& from, const fs::path& path) {
     if (::link(from.c_str(), path.c_str()) == 0 || errno == EEXIST) {
         ::unlink(from.c_str());

@@ -29,7 +29,7 @@ int write_pieces(FileDescriptor& file, std::span<const std::span<const std::byte
     for (const auto piece : pieces) {
         if (const int error = write_all(file.get(), piece)) return error;
     }
-    // Before the rename: after a power cut the name must never lead to missing bytes.
+    // Synced before the rename: after a power cut the name must never lead to missing bytes.
     if (durability == Durability::now && ::fsync(file.get()) != 0) return errno;
     return file.close() ? 0 : errno;
 }

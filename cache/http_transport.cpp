@@ -174,7 +174,7 @@ private:
         if (authorities_.empty()) return;
         std::error_code error;
         const bool folder = std::filesystem::is_directory(authorities_, error);
-        // These and no others: the system's would still count as the other of the two.
+        // These certificates and no others: the system's would still count as the other of the two.
         set(CURLOPT_CAINFO, folder ? nullptr : authorities_.c_str());
         set(CURLOPT_CAPATH, folder ? authorities_.c_str() : nullptr);
     }

@@ -46,8 +46,8 @@ private:
     [[nodiscard]] bool still_named(const std::filesystem::path& path) const;
 
     FileDescriptor file_;
-    std::filesystem::path removed_;  ///< at the end, with its folder where that is empty then
-    bool of_machine_ = false;        ///< in a folder of this machine, where nobody else cleans up
+    std::filesystem::path removed_;  ///< file to remove at the end, with its folder where that is empty then
+    bool of_machine_ = false;        ///< whether the lock is in a folder of this machine, where nobody else cleans up
     bool held_ = false;
     bool waited_ = false;
 };

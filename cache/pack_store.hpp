@@ -16,7 +16,7 @@
 
 namespace flce {
 
-/// One pack, open. It stays readable when its name is removed or given to a newer one.
+/// One open pack, which stays readable when its name is removed or given to a newer one.
 class PackFile {
 public:
     /// Checks the head; the entries are checked when they are read. A pack is used if the user or root owns it and nobody else may write
@@ -40,7 +40,7 @@ private:
 /// Writes `contents` as the pack `path`, complete or not at all. Throws EnvironmentError when it cannot.
 void write_pack(const std::filesystem::path& path, const PackContents& contents, const SigningKey* signer = nullptr);
 
-/// Several packs, asked in order. They are opened at the first use; one that cannot be used is left out, with a warning.
+/// Several packs, asked in order. Packs are opened at the first use; one that cannot be used is left out, with a warning.
 class PackStore final : public Store {
 public:
     PackStore(std::vector<std::filesystem::path> paths, TrustedKeys trusted) : paths_(std::move(paths)), trusted_(std::move(trusted)) {}

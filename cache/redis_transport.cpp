@@ -169,7 +169,8 @@ public:
 private:
     static std::string name_of(const CacheKey& key) { return "flce:" + key.hex(); }
 
-    // On a connection that has been lying about, a failure may only mean that the server closed it: then once more on a new one.
+    // A failure on a connection that has been lying about may only mean that the server closed it: then the request goes once more on a new
+    // one.
     ReplyPointer exchange(std::initializer_list<std::string_view> words, std::size_t max_bytes, std::string& failure) {
         const auto deadline = Clock::now() + timeout_;
         if (Connection idle = pool_.take()) {

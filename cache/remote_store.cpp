@@ -33,7 +33,7 @@ void rest(std::atomic<std::int64_t>& until) { until = steady_ns() + std::chrono:
 std::string without_credentials(const std::string& url) {
     const std::size_t scheme = url.find("://");
     const std::size_t start = scheme == std::string::npos ? 0 : scheme + 3;
-    // Not only up to the first '/', '?' or '#': they are in passwords that somebody forgot to encode.
+    // A login may go past the first '/', '?' or '#': they are in passwords that somebody forgot to encode.
     const std::size_t at = url.rfind('@');
     if (at == std::string::npos || at < start) return url;
     return url.substr(0, start) + url.substr(at + 1);

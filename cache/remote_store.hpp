@@ -28,7 +28,7 @@ struct RemoteOptions {
     /// http://… or https://… (GET and PUT of <url>/<first two hex digits>/<key>.art), s3://bucket/prefix,
     /// redis://[user:password@]host[:port][/database].
     std::string url;
-    std::chrono::milliseconds timeout{5000};  ///< for one lookup or one entry stored, connecting included
+    std::chrono::milliseconds timeout{5000};  ///< most time for one lookup or one entry stored, connecting included
     bool read_only = false;
     TrustedKeys trusted;  ///< with any, entries must be signed by one of them
     bool signs = false;   ///< entries that this process stores are signed
@@ -71,11 +71,11 @@ public:
 
     [[nodiscard]] std::string_view name() const noexcept override { return "remote"; }
     [[nodiscard]] Lookup get(const CacheKey& key) override;
-    /// Not in a cache whose readers ask for signatures, by a process that has no key to sign with.
+    /// Stores the entry, except in a cache whose readers ask for signatures when this process has no key to sign with.
     [[nodiscard]] Kept put(const CacheKey& key, std::span<const std::byte> entry, Durability durability) override;
-    /// Leaves it where it is. The process that compiles a good entry stores it over the bad one.
+    /// Leaves the entry where it is. The process that compiles a good entry stores it over the bad one.
     [[nodiscard]] bool reject(const CacheKey& key, std::span<const std::byte> entry, const std::string& why) override;
-    /// It is being left alone after a failure.
+    /// Why the network is being left alone after a failure; empty: it is not.
     [[nodiscard]] std::string out_of_use() override;
 
     /// After a failure the network is left alone for this long, so that a server that is down costs one timeout, not one a kernel. One that
@@ -84,7 +84,7 @@ public:
     static constexpr std::chrono::seconds kRest{30};
 
 private:
-    using Rest = std::atomic<std::int64_t>;  // until when, of the steady clock, which does not jump
+    using Rest = std::atomic<std::int64_t>;  // end of the rest, of the steady clock, which does not jump
 
     void fail(const std::string& what, const std::string& why);
 

@@ -31,7 +31,7 @@ enum class Counted {
 struct MachineStatistics {
     CacheStatistics sums;
     std::filesystem::path folder;  ///< empty: there is none that can be used, so that nothing is counted
-    std::string why;               ///< it is not used
+    std::string why;               ///< reason why it is not used
 };
 [[nodiscard]] MachineStatistics read_machine_statistics();
 

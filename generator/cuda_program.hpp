@@ -1,4 +1,4 @@
-// From (Spec, Device, Plan) to everything that runs a CUDA kernel set: source for NVRTC, launch programs, workspace sizes. Pure: no files,
+// Makes of (Spec, Device, Plan) everything that runs a CUDA kernel set: source for NVRTC, launch programs, workspace sizes. Pure: no files,
 // no clock, no GPU.
 #pragma once
 
@@ -28,18 +28,18 @@ struct CudaUnit {
 
 struct CudaProgram {
     std::vector<CudaUnit> units;
-    std::vector<std::string> options;  ///< for NVRTC: architecture, language level; no paths
+    std::vector<std::string> options;  ///< options for NVRTC: architecture, language level; no paths
     std::vector<KernelEntry> kernels;  ///< kernels of all units, as launches number them
     LaunchProgram forward;
     LaunchProgram merge;              ///< empty where the spec is not a shard's
     LaunchProgram backward;           ///< skips work for gradients that Slot::grad_hidden, grad_weight and grad_bias leave out
-    Expr forward_workspace_bytes{0};  ///< over Slot::num_tokens
+    Expr forward_workspace_bytes{0};  ///< bytes over Slot::num_tokens
     Expr merge_workspace_bytes{0};
     Expr backward_workspace_bytes{0};
     Expr retained_bytes{0};  ///< most bytes that forward may leave for backward in Slot::retained, over Slot::vocab_columns as well; bytes
                              ///< of grad_weight that may be lent:
     Expr lendable_bytes{0};
-    bool defers_hidden = false;  ///< where everything is retained, a backward in stages reads hidden in the last one alone
+    bool defers_hidden = false;  ///< whether a backward in stages reads hidden in the last one alone, where everything is retained
 };
 
 /// Precondition: illegal_reason(spec, device, plan) is empty and spec is normalized.

@@ -41,8 +41,8 @@ std::vector<std::string> words(std::string_view name) {
     return result;
 }
 
-/// How many characters of `name` the whole of `product` matches, word by word but blind to where words are split ("rtx4090"); 0 where it
-/// does not match. Words after the match are memory size, form factor and the like.
+/// Number of characters of `name` that the whole of `product` matches, word by word but blind to where words are split ("rtx4090"); 0 where
+/// it does not match. Words after the match are memory size, form factor and the like.
 std::size_t match_length(const std::vector<std::string>& name, const std::vector<std::string>& product) {
     std::string wanted;
     for (const std::string& word : product) wanted += word;

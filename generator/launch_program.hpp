@@ -108,9 +108,9 @@ struct TensorMapField {
     Expr address{0};                  ///< a multiple of 16
     Expr columns{0};
     Expr rows{0};
-    Expr row_bytes{0};    ///< from one row to the next, a multiple of 16
+    Expr row_bytes{0};    ///< bytes from one row to the next, a multiple of 16
     Expr blocks{0};       ///< 0: two dimensions
-    Expr block_bytes{0};  ///< from one block to the next, a multiple of 16
+    Expr block_bytes{0};  ///< bytes from one block to the next, a multiple of 16
 };
 
 /// Launches kernel number `kernel` of the set. Grids with a zero dimension launch nothing.

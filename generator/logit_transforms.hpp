@@ -95,7 +95,7 @@ template <class E>
     return result;
 }
 
-/// The derivative of a logit from the logit itself, but for logit_scale, which is the same for all: what a softcap makes of it.
+/// The derivative of a logit from the logit itself, without logit_scale, which is equal for all logits: the softcap's part.
 template <class E>
 [[nodiscard]] E derivative_at_logit(const Spec& spec, const E& z, std::span<const E> parameters) {
     if (ScaleTransform::active(spec)) parameters = parameters.subspan(ScaleTransform::parameter_count);

@@ -35,7 +35,7 @@ Device rating_device(const Device& device) {
     }
 }
 
-/// For a token, on average, where everything is retained that the plan can.
+/// Time for a token, on average, where everything is retained that the plan can retain.
 double expected_seconds(const Spec& spec, const Device& device, const Plan& plan) {
     double sum = 0;
     for (const std::int64_t tokens : kReferenceTokens) {
@@ -52,7 +52,7 @@ struct Search {
 
 std::int64_t round_up(std::int64_t value, std::int64_t unit) { return (value + unit - 1) / unit * unit; }
 
-/// At most `most` vocabulary rows, and no more than there are, in whole units.
+/// Chunk of at most `most` vocabulary rows, and no more than there are, in whole units.
 std::int64_t chunk_of(const Spec& spec, std::int64_t most, std::int64_t unit) {
     return std::min(round_up(most, unit), round_up(spec.vocab_size, unit));
 }
@@ -150,7 +150,7 @@ std::vector<Plan> cuda_candidates(const Spec& spec, const Device& device, const 
     return plans;
 }
 
-/// In a layer that is not deeper a dot product of bf16 pairs saves little, and costs grad_hidden accuracy: dz is rounded to bf16 for it.
+/// Depth up to which a dot product of bf16 pairs saves little, and costs grad_hidden accuracy: dz is rounded to bf16 for it.
 constexpr std::int64_t kShallow = 128;
 
 /// The scratch decides how much of the chunk exists at once, so the widest comes first.

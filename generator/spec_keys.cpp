@@ -98,7 +98,7 @@ std::string real_text(double value) {
 }
 
 struct SpecKey {
-    std::string_view name;  ///< in canonical texts
+    std::string_view name;  ///< key in canonical texts
     SpecKeyKind kind;
     void (*read)(Spec& spec, std::string_view key, std::string_view value);
 };

@@ -38,7 +38,7 @@ struct Expected {
     TypeSet types;
     ExpectedShape shape;
     Access access = Access::read;
-    std::int64_t alignment = 0;  ///< bytes; 0: that of its elements
+    std::int64_t alignment = 0;  ///< bytes; 0: the elements' alignment
 };
 
 class ArgumentChecks {
@@ -48,7 +48,7 @@ public:
 
     /// Checks the tensor if it is there and returns its address as a slot value (0: absent). Throws ArgumentError.
     std::int64_t tensor(const TensorView& view, Presence presence, const Expected& expected);
-    /// For a tensor that this kernel or call does not take: throws if it is there, saying why it may not be.
+    /// Checks a tensor that this kernel or call does not take: throws if it is there, saying why it may not be.
     void absent(const TensorView& view, const char* name, const char* why) const;
     /// `needed` bytes of scratch, 256-byte aligned. Returns its address.
     std::int64_t workspace(const Workspace& workspace, std::size_t needed, std::int64_t num_tokens);

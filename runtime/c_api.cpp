@@ -124,7 +124,7 @@ std::string kernel_text(const Kernel& kernel, std::int32_t which) {
         case FLCE_TEXT_EXPLAIN: return explanation_text(kernel.explain());
         case FLCE_TEXT_EXPLAIN_JSON: {
             Explanation why = kernel.explain();
-            for (std::string& reason : why.reasons) reason = as_utf8(reason);  // it may name a record's file
+            for (std::string& reason : why.reasons) reason = as_utf8(reason);  // a reason may name a record's file
             return nlohmann::json{{"spec", why.spec}, {"plan", why.plan}, {"device", why.device}, {"reasons", why.reasons}}.dump();
         }
         default: throw ArgumentError(fmt::format("which is {}; allowed are FLCE_TEXT_SPEC (0) to FLCE_TEXT_EXPLAIN_JSON (6)", which));

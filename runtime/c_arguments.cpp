@@ -17,7 +17,7 @@ namespace {
 #define FLCE_MERGE_FIELD(name, elements, extent, condition, forward, shard, merge, backward) FLCE_FIELD_##merge(flce_merge_args, name),
 #define FLCE_BACKWARD_FIELD(name, elements, extent, condition, forward, shard, merge, backward) \
     FLCE_FIELD_##backward(flce_backward_args, name),
-/// By kCallTensors' index; null: the struct has no such tensor.
+/// Tensors by kCallTensors' index; null: the struct has no such tensor.
 constexpr std::array<const flce_tensor * flce_forward_args::*, kCallTensorCount> kForwardPointers = {FLCE_CALL_TENSORS(FLCE_FORWARD_FIELD)};
 constexpr std::array<const flce_tensor * flce_merge_args::*, kCallTensorCount> kMergePointers = {FLCE_CALL_TENSORS(FLCE_MERGE_FIELD)};
 constexpr std::array<const flce_tensor * flce_backward_args::*, kCallTensorCount> kBackwardPointers = {

@@ -1,4 +1,4 @@
-// The argument structs of the C ABI as those of C++, by the table of a call's tensors.
+// Conversion of the C ABI's argument structs to C++'s, by the table of a call's tensors.
 #pragma once
 
 #include <cstdint>

@@ -11,7 +11,7 @@ namespace flce {
 /// Throws EnvironmentError for keys that cannot be read: a session that must not trust everybody does not go on trusting everybody.
 [[nodiscard]] ArtifactCache::Options cache_options(const SessionOptions& options, const Environment& environment);
 
-/// Where it looks for tuning records.
+/// Places where a session looks for tuning records.
 [[nodiscard]] RecordPlaces record_places(const SessionOptions& options, const Environment& environment);
 
 /// Whether kernels may come compiled, from packs or a remote cache.

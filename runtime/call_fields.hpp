@@ -15,7 +15,7 @@ namespace flce {
 #define FLCE_FORWARD_FIELD(name, elements, extent, condition, forward, shard, merge, backward) FLCE_FIELD_##forward(ForwardArgs, name),
 #define FLCE_MERGE_FIELD(name, elements, extent, condition, forward, shard, merge, backward) FLCE_FIELD_##merge(MergeArgs, name),
 #define FLCE_BACKWARD_FIELD(name, elements, extent, condition, forward, shard, merge, backward) FLCE_FIELD_##backward(BackwardArgs, name),
-/// By kCallTensors' index; null: the struct has no such tensor.
+/// Fields by kCallTensors' index; null: the struct has no such tensor.
 inline constexpr std::array<TensorView ForwardArgs::*, kCallTensorCount> kForwardFields = {FLCE_CALL_TENSORS(FLCE_FORWARD_FIELD)};
 inline constexpr std::array<TensorView MergeArgs::*, kCallTensorCount> kMergeFields = {FLCE_CALL_TENSORS(FLCE_MERGE_FIELD)};
 inline constexpr std::array<TensorView BackwardArgs::*, kCallTensorCount> kBackwardFields = {FLCE_CALL_TENSORS(FLCE_BACKWARD_FIELD)};
@@ -32,7 +32,7 @@ inline constexpr std::array<TensorView BackwardArgs::*, kCallTensorCount> kBackw
 [[nodiscard]] inline Use use_of(const CallTensor& tensor, const MergeArgs&, const Spec&) { return tensor.merge; }
 [[nodiscard]] inline Use use_of(const CallTensor& tensor, const BackwardArgs&, const Spec&) { return tensor.backward; }
 
-/// How many tensors one of the structs has.
+/// Number of tensors in one of the structs.
 template <class Fields>
 [[nodiscard]] constexpr std::size_t field_count(const Fields& fields) {
     std::size_t count = 0;
@@ -67,7 +67,7 @@ static_assert(sizeof(BackwardArgs) == field_count(kBackwardFields) * sizeof(Tens
 /// Sizes of one call.
 struct CallSizes {
     std::int64_t num_tokens = 0;
-    std::int64_t vocab_columns = 0;  ///< Slot's, as the next two
+    std::int64_t vocab_columns = 0;  ///< value of Slot::vocab_columns; the next two fields are slots' values too
     std::int64_t weight_rows = 0;
     std::int64_t num_shards = 0;
     Reduction reduction = Reduction::mean;

@@ -65,9 +65,9 @@ inline constexpr std::int64_t kTensorCoreStep = 16;
     return 1 + 3 / std::sqrt(static_cast<double>(std::max<std::int64_t>(count, 1)));
 }
 
-/// The bound of an output's error: twice the error of the reference arithmetic. It is never below `floor`, the expected cost of rounding
-/// the intermediates times chance_factor, since a reference may happen to be exact. It is at most `cap` where reference and floor keep to
-/// `cap`.
+/// The bound of an output's error: twice the error of the reference arithmetic. The bound is never below `floor`, the expected cost of
+/// rounding the intermediates times chance_factor, since a reference may happen to be exact. It is at most `cap` where reference and floor
+/// keep to `cap`.
 [[nodiscard]] constexpr double error_bound(double reference_error, double floor, double cap) noexcept {
     const double bound = std::max(2 * reference_error, floor);
     return reference_error <= cap && floor <= cap ? std::min(bound, cap) : bound;

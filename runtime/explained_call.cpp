@@ -77,7 +77,7 @@ private:
                (4.0 * static_cast<double>(q_.num_tokens));
     }
 
-    /// At most `bytes` in memory of its own.
+    /// Part that at most `bytes` of own memory hold.
     [[nodiscard]] KeptPart own(const Plan& plan, double bytes) const {
         const double whole = retains(plan) ? whole_bytes(plan) : 0;
         if (whole <= 0 || bytes <= 0) return {};
@@ -157,7 +157,7 @@ private:
         return all;
     }
 
-    /// Without those that take as long with more memory.
+    /// Leaves out points that take as long with more memory.
     static std::vector<CallPoint> quickest_for_their_memory(std::vector<CallPoint> points) {
         std::ranges::stable_sort(points, {}, [](const CallPoint& p) { return std::pair(p.workspace_bytes, p.seconds()); });
         std::vector<CallPoint> quickest;

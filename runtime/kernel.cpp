@@ -133,7 +133,7 @@ private:
         set(Slot::num_tokens, num_tokens);
     }
 
-    /// How many rows of the weight there are, and how many of them are classes.
+    /// Number of rows of the weight, and of those that are classes.
     void take_shard(const TensorView& weight, std::int64_t vocab_start) {
         if (vocab_start < 0 || vocab_start > std::int64_t{1} << 40) {
             checks_.fail(fmt::format("vocab_start is {}; it must be the label of the weight's first row, 0 or more", vocab_start));

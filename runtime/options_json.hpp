@@ -24,7 +24,7 @@ public:
     [[nodiscard]] bool flag(const std::string& key, bool fallback);
     [[nodiscard]] std::vector<std::string> texts(const std::string& key);
     [[nodiscard]] std::vector<std::int64_t> integers(const std::string& key);
-    /// Each a spec's text, or an object with the spec's keys.
+    /// Specs: each a text, or an object with the spec's keys.
     [[nodiscard]] std::vector<Spec> specs(const std::string& key);
 
     /// Throws ArgumentError naming a key that nobody has read.

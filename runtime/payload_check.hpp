@@ -17,7 +17,8 @@ public:
 
     struct Result {
         std::string fault;    ///< why the payload cannot be used; empty: nothing was found
-        bool loaded = false;  ///< it is loaded as a session would; false: it was read only, since it is for another machine
+        bool loaded = false;  ///< whether the payload was loaded like in a session; false: it was read only, since it is for another
+                              ///< machine
     };
     /// Checks the payload as its metadata describes it. A cubin is read (architecture, kernels), and loaded where there is a GPU of its
     /// architecture. An object is linked where this process has its architecture, else read. A compiler's name is read. Throws DeviceError

@@ -13,11 +13,11 @@
 namespace flce {
 namespace {
 
-/// A record's plan as a call can have it. It may have been measured with other scratch: its tiles hold, the bytes are the call's.
+/// A record's plan as a call can have it. The record may have been measured with other scratch: its tiles hold, the bytes are the call's.
 struct Usable {
     std::optional<Plan> plan;
-    std::string why;          ///< not
-    bool for_memory = false;  ///< it would be, with the scratch that it was measured with
+    std::string why;          ///< reason why the plan cannot be used
+    bool for_memory = false;  ///< whether the plan would be legal with the scratch that it was measured with
 };
 
 Usable usable_plan(const PlanQuery& query, const std::string& text) {
@@ -34,7 +34,7 @@ Usable usable_plan(const PlanQuery& query, const std::string& text) {
     }
 }
 
-/// Once in a process for each record and reason: a session asks for every number of tokens.
+/// Warns once in a process for each record and reason: a session asks for every number of tokens.
 void warn_once(const std::string& origin, const std::string& why) {
     static std::mutex mutex;
     static auto& said = *new std::set<std::string>();
@@ -57,7 +57,7 @@ MeasuredTime time_of(const RecordedPlan& recorded, double ms) {
             .other_kernels = recorded.other_kernels};
 }
 
-/// With what memory plans were compared.
+/// Memory with which plans were compared.
 OwnMemory own_memory_of(const PlanQuery& query, const RecordKey& key) {
     return key.retained == "none" ? OwnMemory::none : own_memory(query.spec, query.device, key.request);
 }
@@ -79,7 +79,7 @@ PlanAnswer measured_or_modelled(const PlanQuery& query, RecordStore& records) {
     const OwnMemory own = own_memory_of(query, wanted);
     PlanAnswer answer;
     for (const RecordedPlan& recorded : records.plans(wanted)) {
-        if (own_memory_of(query, recorded.key) != own) continue;  // it has measured something else
+        if (own_memory_of(query, recorded.key) != own) continue;  // a record with other memory has measured something else
         if (is_outdated(query, recorded)) continue;
         for (const RecordedPlan::Timed& timed : recorded.plans) {
             const Usable usable = usable_plan(query, timed.plan);

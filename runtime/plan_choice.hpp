@@ -30,7 +30,7 @@ struct MeasuredTime {
 
 struct PlanAnswer {
     Plan plan;
-    std::string source;                      ///< in a few words, for people
+    std::string source;                      ///< source in a few words, for people
     std::optional<MeasuredTime> measured;    ///< time in the record that the plan is from, where the record is for the call's bucket of
                                              ///< tokens
     std::vector<std::string> passed_over{};  ///< better measured plans that the call's memory has no room for, and why
@@ -47,7 +47,7 @@ struct PlanAnswer {
 /// An explicit plan; else the best legal one of the nearest record that has any; else the cost model's. Throws PlanError where the
 /// explicit plan is not legal or there is none.
 [[nodiscard]] PlanAnswer plan_for(const PlanQuery& query, RecordStore& records);
-/// Why it is that plan, for Explanation. It goes through all candidates again, so it is for people who ask, not for each kernel.
+/// Reasons for the plan, for Explanation. The function goes through all candidates again, so it is for people who ask, not for each kernel.
 [[nodiscard]] std::vector<std::string> answer_reasons(const PlanQuery& query, const PlanAnswer& answer);
 /// One line: what forward and backward take over the query's bucket of tokens, measured where the plan's record is of that bucket, else
 /// modelled.

@@ -59,7 +59,7 @@ std::vector<std::int64_t> representative_tokens(const Spec& spec, std::int64_t l
     for (std::size_t i = 0; i < buckets.size(); ++i) {
         tokens.push_back(buckets[i]);
         if (i + 1 == buckets.size()) break;
-        // Where one bucket ends and the next begins.
+        // Number of tokens at which one bucket ends and the next begins.
         const auto boundary = static_cast<std::int64_t>(std::sqrt(static_cast<double>(buckets[i]) * static_cast<double>(buckets[i + 1])));
         for (const std::int64_t near : {boundary - 1, boundary, boundary + 1}) tokens.push_back(near);
     }

@@ -56,7 +56,7 @@ struct AskedKernelEqual {
     }
 };
 
-// A kernel as it is built. Calls with different limits or numbers of tokens may come to the same one.
+// A kernel as it is built. Calls with different limits or numbers of tokens may share a kernel.
 struct KernelKey {
     Spec spec;  // normalized
     std::string given_plan;
@@ -139,7 +139,7 @@ struct Session::State {
         return {.scratch_bytes = options.scratch_bytes, .limit_bytes = options.workspace_limit_bytes};
     }
 
-    /// In the place of an error: that the call's limit is too small, and how much is enough, where that is the reason.
+    /// Throws an error that says how much is enough, in the place of another one, where the call's limit is too small.
     void refuse_small_limit(const Spec& spec, const Device& device, const KernelOptions& given) const {
         const PlanRequest call = completed(given, defaults());
         if (call.limit_bytes <= 0 || !given.plan.empty()) return;
@@ -178,7 +178,7 @@ struct Session::State {
     [[nodiscard]] BuildRequest build_request(const Spec& normalized, const Device& device, DeviceRef ref, const std::string& plan,
                                              const CallRequests& requests) {
         const ChosenPlan chosen = choose(normalized, device, plan, requests);
-        // With copies: kernels outlive sessions.
+        // Explains with copies: kernels outlive sessions.
         const auto reasons = [normalized, device, plan, chosen, threads = options.threads] {
             const PlanQuery query{.spec = normalized, .device = device, .plan = plan, .request = chosen.request, .threads = threads};
             std::vector<std::string> reasons = answer_reasons(query, chosen.answer);

@@ -1,6 +1,6 @@
-// The CPU backend's machine code: which functions an object holds, how they are called, and their emission. They depend on the structure of
-// the Spec (dtypes, layout, which options exist), on the register block and on the instruction set; shapes and option values are arguments,
-// so one object serves every shape of that structure.
+// The CPU backend's machine code: which functions an object holds, how they are called, and their emission. Functions depend on the
+// structure of the Spec (dtypes, layout, which options exist), on the register block and on the instruction set; shapes and option values
+// are arguments, so one object serves every shape of that structure.
 //
 // Operands of a GEMM are packed in panels: `width` rows (of A) or columns (of B) side by side, for each unit of depth. A unit is one fp32
 // number, or two bf16 numbers (depths 2u and 2u + 1) where bf16 pairs are multiplied; both take 4 bytes.

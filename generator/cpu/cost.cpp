@@ -26,7 +26,7 @@ double cpu_rate(const Spec& spec, const Device& device, const Plan& plan) {
     const double lanes = p.vector_bits / 32.0;
     const double per_cycle = 2.0 * lanes * (device.cpu.fma ? 2.0 : 1.0) * (p.bf16_dot ? 2.0 : 1.0);  // two units; multiply and add
     constexpr double kCyclesPerSecond = 2.5e9;
-    // A tile of C and a block of B that overflow the second-level cache are streamed from the next one.
+    // A tile of C and a block of B that overflow the second-level cache are streamed from the next cache.
     const double crowded = 4.0 * p.block_n * (p.block_m + p.block_k) > 0.75 * static_cast<double>(device.cpu.l2_bytes) ? 0.9 : 1.0;
     const auto workers = static_cast<double>(cpu_worker_count(spec, plan, device.cpu.cores));
     return per_cycle * kCyclesPerSecond * workers * cpu_efficiency(p) * crowded;

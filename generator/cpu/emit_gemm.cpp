@@ -36,7 +36,7 @@ Value* multiply_accumulate(FunctionBuilder& f, Value* a, Value* b, Value* acc, b
     return f.multiply_add(high(a), high(b), f.multiply_add(low(a), low(b), acc));
 }
 
-/// Where the sum of a row and a vector lies among those of a register block.
+/// Number of the sum of a row and a vector among those of a register block.
 std::size_t sum_index(int row, int vector, int vectors) {
     return static_cast<std::size_t>(row) * static_cast<std::size_t>(vectors) + static_cast<std::size_t>(vector);
 }
@@ -186,7 +186,7 @@ struct PanelPacker {
         Value* stride = options.depth_contiguous ? f.i64(1) : ld;
         f.store_float(reader.across(element(line, unit), stride, 0, whole), slot(unit, line), DType::fp32, 0);
     }
-    /// All units of lines [0, lines) from `first` on, one at a time.
+    /// Packs all units of lines [0, lines) from `first` on, one at a time.
     void copy_slowly(Value* lines, Value* first) const {
         f.loop(first, whole_units, 1, [&](Value* unit) { f.loop(f.i64(0), lines, 1, [&](Value* line) { copy_unit(line, unit, true); }); });
         if (!options.bf16_pairs) return;

@@ -194,7 +194,8 @@ Value* FunctionBuilder::bf16_bits(Value* value, int lanes) {
     return ir.CreateTrunc(ir.CreateLShr(chosen, i32_splat(16, lanes)), int_type(16, lanes));
 }
 
-// Without F16C, LLVM would call into compiler-rt. These use only arithmetic on normal numbers, so flushing denormals does not change them.
+// Without F16C, LLVM would call into compiler-rt. These conversions use only arithmetic on normal numbers, so flushing denormals does not
+// change them.
 Value* FunctionBuilder::half_to_float(Value* bits, int lanes) {
     auto& ir = state_->ir;
     if (target_.fma) return ir.CreateFPExt(ir.CreateBitCast(bits, with_lanes(ir.getHalfTy(), lanes)), float_type(lanes));

@@ -11,7 +11,7 @@
 namespace flce {
 namespace {
 
-constexpr std::int64_t kAlign = 64;  // a cache line: no two workers write the same one
+constexpr std::int64_t kAlign = 64;  // a cache line, so that no two workers write to one line
 constexpr std::int64_t kStripGroups = 64;
 constexpr std::int64_t kStepsInFlight = 2;  // backward computes the next step's logit gradients while it multiplies the last one's
 

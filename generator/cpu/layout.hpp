@@ -67,7 +67,7 @@ struct CpuBackwardLayout {
     std::int64_t bytes = 0;
 };
 
-/// Where logits lie that forward leaves to backward: those of the first `columns` of the vocabulary, fp32, before bias and transforms,
+/// Place of the logits that forward leaves to backward: logits of the first `columns` of the vocabulary, fp32, before bias and transforms,
 /// strip by strip as [num_tokens, strip's columns]. A function of the buffer's size alone, so that both passes agree. Strips spread over
 /// the whole buffer: where it is grad_weight's own memory, a strip's logits begin no earlier than its gradient, so that a backward pass
 /// that walks the vocabulary upwards has read them before it writes there.

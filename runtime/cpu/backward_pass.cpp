@@ -80,7 +80,7 @@ private:
                 .last_chunk = chunk + 1 == layout_.chunks.count};
     }
 
-    // Where a step's results lie.
+    // Places of a step's results.
     [[nodiscard]] PackedA hidden_panels() const { return {workspace_ + layout_.hidden_panels, depth_units(plan_, spec_.hidden_size)}; }
     [[nodiscard]] PackedA dlogits_rows(const Step& s) const {
         return {workspace_ + layout_.dlogits_rows + s.index % 2 * layout_.dlogits_rows_stride, depth_units(plan_, s.columns)};
@@ -240,7 +240,7 @@ private:
         if (s.last_chunk) zero_ignored(s.token + range.row, range);
     }
 
-    /// Where the weight holds infinities or NaN, a row of zeros times it is not 0.
+    /// A row of zeros times the weight is not 0 where the weight holds infinities or NaN.
     void zero_ignored(std::int64_t first_token, const TileRange& range) const {
         const std::int64_t d = spec_.hidden_size;
         for (std::int64_t i = 0; i < range.rows; ++i) {

@@ -90,14 +90,14 @@ private:
     [[nodiscard]] const float* temperatures(std::int64_t token) const {
         return call_.has(Slot::temperature) ? call_.pointer<const float>(Slot::temperature) + token : nullptr;
     }
-    /// The label of the first logit that is the largest, `label` being that of the first logit. FLCE_NO_CLASS where none is, all of them
+    /// The label of the first logit that is the largest, `label` being the first logit's label. FLCE_NO_CLASS where none is, all of them
     /// being −infinity or NaN.
     static int first_of(const float* logits, std::int64_t columns, float largest, std::int64_t label) {
         const float* found = std::find(logits, logits + columns, largest);
         return found == logits + columns ? FLCE_NO_CLASS : static_cast<int>(label + (found - logits));
     }
 
-    /// For backward, before bias and transforms: it goes on from here as if it had multiplied again.
+    /// Keeps logits for backward, before bias and transforms: backward goes on from here as if it had multiplied again.
     void retain(const float* tile, std::int64_t vocab, std::int64_t token, const TileRange& range) const {
         std::byte* to = call_.pointer(Slot::retained) + retained_.offset(vocab, range.columns, token);
         const std::int64_t row_bytes = 4 * range.columns;
@@ -121,8 +121,8 @@ private:
         for (std::int64_t i = 0; i < rows; ++i) results_.add(cross_entropies[i], z_losses[i]);
     }
 
-    /// Merges row i's partial sums in the order of the vocabulary. They are a shard's result; else what the caller wants of the token
-    /// follows from them, and zeros if it is ignored.
+    /// Merges row i's partial sums in the order of the vocabulary. The merged sums are a shard's result. Without shards the wanted outputs
+    /// follow from the sums; an ignored token's outputs are zeros.
     RowOutputs finish_row(std::int64_t token, std::int64_t i, std::int64_t rows) const {
         constexpr float kInfinity = std::numeric_limits<float>::infinity();
         const std::int64_t y = call_.valid_label(token);

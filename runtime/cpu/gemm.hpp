@@ -37,7 +37,7 @@ struct PackedA {
     std::byte* panels = nullptr;
     std::int64_t panel_units = 0;  ///< units of depth in a panel
 
-    /// Where the panel of row `row` (a multiple of micro_m) begins, at `unit`.
+    /// Address at which the panel of row `row` (a multiple of micro_m) begins, at `unit`.
     [[nodiscard]] std::byte* at(const CpuPlan& plan, std::int64_t row, std::int64_t unit) const {
         return panels + 4 * (row * panel_units + unit * plan.micro_m);
     }
@@ -50,7 +50,7 @@ struct UnpackedB {
     std::int64_t element_bytes = 0;
     bool depth_contiguous = false;
     PackPanel pack = nullptr;
-    const CpuCall* call = nullptr;  ///< where depth counts tokens, from first_token on: ignored ones are packed as 0
+    const CpuCall* call = nullptr;  ///< call whose tokens depth counts, from first_token on: ignored ones are packed as 0
     std::int64_t first_token = 0;
 
     [[nodiscard]] const std::byte* at(std::int64_t line, std::int64_t depth) const {

@@ -1,4 +1,5 @@
-// Merge: all shards' partial sums of a token become its outputs. It costs little beside the passes over the vocabulary: one thread does it.
+// Merge: all shards' partial sums of a token become its outputs. Merge costs little beside the passes over the vocabulary: one thread does
+// it.
 #include <algorithm>
 
 #include "runtime/cpu/passes.hpp"

@@ -45,7 +45,7 @@ private:
     LogitSlope slope_;
     const float* probabilities_;
     float* logprobs_;                // backward reads them
-    ShardSums<float> partial_sums_;  // where a shard's forward keeps logits
+    ShardSums<float> partial_sums_;  // sums in which a shard's forward keeps logits
 };
 
 }  // namespace flce

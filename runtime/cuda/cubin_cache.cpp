@@ -40,7 +40,7 @@ std::shared_ptr<const Artifact> cubin_by(const std::string& build_id, const Cach
     bool created = false;
     const auto compile_and_tell = [&] {
         Artifact cubin = compile();
-        // Before the cubin is there: killed in between, this leads to a miss, and the next that compiles writes both.
+        // Written before the cubin is there: a process killed in between leaves a miss, and the next that compiles writes both.
         cache.keep(recipe, compiler_entry(build_id, arch), ArtifactCache::Replace::always);
         return cubin;
     };

@@ -17,7 +17,8 @@
 
 namespace flce {
 
-/// All that a cubin follows from but the compiler. No path, driver version, time or name of a machine is among it.
+/// A cubin's recipe: everything that the cubin follows from but the compiler. No path, driver version, time or name of a machine is among
+/// it.
 struct CubinRecipe {
     std::string_view arch;  ///< exact: "sm_90a"
     std::string_view source;

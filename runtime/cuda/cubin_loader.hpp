@@ -1,4 +1,4 @@
-// From cubins to modules of a GPU, with what must hold of a cubin before a kernel of it is launched.
+// Loads cubins as modules of a GPU, and checks them before a kernel of them is launched.
 #pragma once
 
 #include <cstddef>

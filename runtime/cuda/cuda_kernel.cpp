@@ -27,7 +27,7 @@ namespace {
 
 using Json = nlohmann::ordered_json;
 
-// For the report of registers and spills in the metadata; it changes no code.
+// Option for the report of registers and spills in the metadata; it changes no code.
 constexpr const char* kReportOption = "--ptxas-options=-v";
 
 using ArtifactPointer = std::shared_ptr<const Artifact>;
@@ -103,7 +103,7 @@ ArtifactPointer cuda_cubin(const BuildRequest& request, const CudaProgram& progr
     return cubin;
 }
 
-/// In the order of the program's units. Refers to all four.
+/// Begins cubins in the order of the program's units. Refers to all four arguments.
 std::vector<std::future<ArtifactPointer>> begin_cubins(const BuildRequest& request, const CudaProgram& program, ArtifactCache& cache,
                                                        CubinLoader& loader) {
     std::shared_ptr<const Nvrtc> nvrtc;
@@ -174,7 +174,7 @@ struct KernelSet {
     KernelSet& operator=(const KernelSet&) = delete;
     ~KernelSet() = default;
 
-    CudaProgram program;  // before those who read it
+    CudaProgram program;  // before the members that read it
     CubinLoader loader;
     std::vector<std::future<ArtifactPointer>> cubins;
     std::future<std::shared_ptr<const HostCode>> launchers;  // null where nothing is loaded

@@ -106,7 +106,7 @@ private:
             case Op::add: return builder_.CreateAdd(a, b);
             case Op::sub: return builder_.CreateSub(a, b);
             case Op::mul: return builder_.CreateMul(a, b);
-            // A division by zero has no value; it must not trap in the branch that a select leaves out.
+            // A division by zero has no value, and must not trap in the branch that a select leaves out.
             case Op::div: return builder_.CreateSDiv(a, builder_.CreateSelect(is_not_zero(b), b, builder_.getInt64(1)));
             case Op::min: return builder_.CreateSelect(builder_.CreateICmpSLT(b, a), b, a);
             case Op::max: return builder_.CreateSelect(builder_.CreateICmpSLT(a, b), b, a);

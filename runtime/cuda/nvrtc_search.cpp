@@ -24,7 +24,7 @@ namespace fs = std::filesystem;
 
 // Newest first: a newer compiler knows every architecture that an older one does.
 constexpr std::array kLibraryNames = {"libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"};
-// Where toolkits and wheels put libraries below the folder that names them.
+// Folders in which toolkits and wheels put libraries, below the folder that names them.
 constexpr std::array kSubfolders = {
     "",         "lib64",         "lib", "targets/x86_64-linux/lib", "targets/sbsa-linux/lib", "nvidia/cu13/lib", "nvidia/cuda_nvrtc/lib",
     "cu13/lib", "cuda_nvrtc/lib"};

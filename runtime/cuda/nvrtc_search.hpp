@@ -1,4 +1,4 @@
-// Where NVRTC lies: a file next to its builtins, found without loading anything, so that a kernel that the cache holds never pays for the
+// Search for NVRTC: a file next to its builtins, found without loading anything, so that a kernel that the cache holds never pays for the
 // compiler.
 #pragma once
 

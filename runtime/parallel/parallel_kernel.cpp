@@ -52,7 +52,7 @@ struct ParallelKernel::State {
     std::shared_ptr<const Kernel> kernel;
     Communicator communicator;
     ParallelOptions options;
-    std::optional<SideStream> side;  ///< where there is a communication_stream
+    std::optional<SideStream> side;  ///< stream beside the call's, where there is a communication_stream
 
     [[nodiscard]] const Spec& spec() const { return kernel->spec(); }
     [[nodiscard]] std::int64_t ranks_of_tokens() const { return options.sequence_parallel ? communicator.size : 1; }
@@ -66,7 +66,7 @@ struct ParallelKernel::State {
         return TensorView::matrix(data, ScalarType::fp32, rows, columns, kernel->device_ref());
     }
 
-    /// All ranks' hidden states, in the order of ranks.
+    /// Gathers all ranks' hidden states, in the order of ranks.
     void gather_hidden(TensorView& hidden, std::byte* all, Stream stream) const {
         if (!options.sequence_parallel) return;
         const std::int64_t part = hidden.ndim == 2 ? hidden.shape[0] : 0;

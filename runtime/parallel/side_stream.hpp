@@ -1,4 +1,4 @@
-// A stream beside that of a call: it begins behind what the call has launched so far, and the call's stream waits for it.
+// A stream beside that of a call: it begins behind everything that the call has launched so far, and the call's stream waits for it.
 #pragma once
 
 #include <memory>

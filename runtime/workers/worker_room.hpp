@@ -1,4 +1,4 @@
-// How many workers a machine has room for.
+// Room of a machine for workers.
 #pragma once
 
 #include <cstddef>

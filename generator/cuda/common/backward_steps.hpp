@@ -37,9 +37,9 @@ struct BackwardPass {
 };
 
 // The loop variables of a backward program.
-inline constexpr int kCoefficientsLoop = 0;  ///< over row blocks, before the vocabulary is walked
-inline constexpr int kChunkLoop = 1;         ///< over the chunks of a stretch
-inline constexpr int kRowBlockLoop = 2;      ///< over row blocks, within a chunk
+inline constexpr int kCoefficientsLoop = 0;  ///< loop over row blocks, before the vocabulary is walked
+inline constexpr int kChunkLoop = 1;         ///< loop over the chunks of a stretch
+inline constexpr int kRowBlockLoop = 2;      ///< loop over row blocks, within a chunk
 inline constexpr int kBackwardLoops = 3;
 
 struct RowBlock {
@@ -59,13 +59,14 @@ struct Stretch {
     Expr dlogits;     ///< address
     Expr even_width;  ///< columns of chunks 0, 2, … where chunks are joined, and `width` is a pair's
 };
-/// The vocabulary from `first_column` on: wide chunks, whose dlogits lie in grad_weight's memory, then those of the workspace.
+/// The vocabulary from `first_column` on: wide chunks, whose dlogits lie in grad_weight's memory, then chunks whose dlogits lie in the
+/// workspace.
 [[nodiscard]] std::vector<Stretch> stretches(const BackwardPass& pass, const Expr& first_column);
 
 struct Chunk {
     Expr first_column;
     Expr columns;
-    Expr width;    ///< from one row of dlogits to the next, elements
+    Expr width;    ///< distance from one row of dlogits to the next, in elements
     Expr dlogits;  ///< address
 };
 /// The chunk that kChunkLoop is at.
@@ -105,7 +106,7 @@ struct ChunkGemms {
 
 /// Scalars of the pass, and the coefficients of all rows.
 [[nodiscard]] std::vector<Statement> coefficient_steps(const BackwardPass& pass);
-/// The coefficients of one row block; there is memory for those of one at a time.
+/// The coefficients of one row block; there is memory for one block's at a time.
 [[nodiscard]] Statement coefficients_launch(const BackwardPass& pass, const RowBlock& rows);
 
 /// Whether the call wants any gradient.

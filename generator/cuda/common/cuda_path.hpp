@@ -58,7 +58,7 @@ public:
     virtual ~CudaPath() = default;
 
     [[nodiscard]] virtual PlanPath id() const noexcept = 0;
-    /// In texts of plans and in messages: "cuda_sm80".
+    /// Name in texts of plans and in messages: "cuda_sm80".
     [[nodiscard]] virtual std::string_view name() const noexcept = 0;
     /// The instruction that multiplies: "mma.sync".
     [[nodiscard]] virtual std::string_view instruction() const noexcept = 0;
@@ -79,7 +79,7 @@ public:
 
     // Candidates.
 
-    /// In the order in which the planner considers them.
+    /// Strategies in the order in which the planner considers them.
     [[nodiscard]] virtual std::span<const Strategy> strategies() const noexcept = 0;
     /// Candidates for a dtype, not yet checked against any device.
     [[nodiscard]] virtual std::span<const TileCandidate> tiles(DType dtype) const noexcept = 0;
@@ -103,13 +103,13 @@ public:
     [[nodiscard]] virtual Cost backward_cost(const Spec& spec, const Device& device, const Plan& plan, double num_tokens,
                                              double retained) const = 0;
 
-    // Where things lie in the workspace.
+    // Layout of the workspace.
 
     /// Whether kernels may leave ignored tokens out by a list of the others.
     [[nodiscard]] virtual bool lists_tokens() const noexcept = 0;
-    /// With batch_invariant: tiles of forward that are summed up apart from all others.
+    /// Tiles of forward that are summed up apart from all others, with batch_invariant.
     [[nodiscard]] virtual int segment_tiles(const Spec& spec, const Plan& plan) const = 0;
-    /// With batch_invariant: bytes of forward's partial sums for as few rows as a launch may have.
+    /// Bytes of forward's partial sums for as few rows as a launch may have, with batch_invariant.
     [[nodiscard]] virtual std::int64_t least_segment_bytes(const Spec& spec, const Plan& plan) const = 0;
     /// Columns of the vocabulary that stretches of forward are multiples of.
     [[nodiscard]] virtual std::int64_t stretch_quantum(const Spec& spec, const Plan& plan) const = 0;

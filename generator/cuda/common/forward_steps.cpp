@@ -13,7 +13,7 @@ Expr loss_of_each() { return reduces_by(ReductionCode::none); }
 /// Whether one block of row_outputs has every token, so that it can write the scalar loss itself: a launch less.
 Expr one_block() { return less(slot(Slot::num_tokens), kOutputRows + 1); }
 
-/// Where the weight is rounded, target logits of all tokens stay from one stretch to the next; else only those of a launch do.
+/// Where the weight is rounded, target logits of all tokens stay from one stretch to the next; else only target logits of a launch do.
 Expr target_logits_at(const ForwardPass& pass, const LaunchRows& rows) {
     return workspace_at(pass.layout.target_logits) + (rounds_weight(pass.spec) ? rows.first * 4 : Expr(0));
 }
@@ -176,7 +176,7 @@ Statement reduce_loss_launch(const CudaSource& source, const Expr& partials) {
         .set(&ReduceLossParams::z_loss, slot(Slot::z_loss))
         .set_count(&ReduceLossParams::count)
         .set(&ReduceLossParams::blocks, ceil_div(slot(Slot::num_tokens), kOutputRows));
-    // With no token there is no block either.
+    // A call without tokens has no block either.
     return {If{and_not(equal(slot(Slot::num_tokens), 0) || !one_block(), loss_of_each()), {launch.build()}}};
 }
 

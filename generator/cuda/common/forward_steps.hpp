@@ -24,13 +24,13 @@ struct ForwardPass {
 };
 
 // The loop variables of a forward program.
-inline constexpr int kRowsLoop = 0;     ///< over launches, each of some of the tokens
-inline constexpr int kStretchLoop = 1;  ///< over stretches of the vocabulary, where the weight is rounded
+inline constexpr int kRowsLoop = 0;     ///< loop over launches, each of some of the tokens
+inline constexpr int kStretchLoop = 1;  ///< loop over stretches of the vocabulary, where the weight is rounded
 [[nodiscard]] int forward_loops(const Spec& spec) noexcept;
 
 /// The tokens of one launch.
 struct LaunchRows {
-    Expr first;  ///< in the list, where there is one
+    Expr first;  ///< first token in the list, where there is one
     Expr count;
     Expr base;  ///< the row at which the caller's tensors are taken to begin: the call's first where there is a list
 };
@@ -55,7 +55,7 @@ struct ColumnRange {
 [[nodiscard]] LaunchBuilder<ForwardParams> forward_launch(const ForwardPass& pass, const LaunchRows& rows, KernelRole kernel,
                                                           const Expr& grid_x, const Expr& grid_y, const Expr& splits);
 
-/// All stretches of the vocabulary: each is rounded, computed for all tokens by `gemm`, and merged with those before it.
+/// Runs over all stretches of the vocabulary: each is rounded, computed for all tokens by `gemm`, and merged with the stretches before it.
 [[nodiscard]] Statement stretch_loop(const ForwardPass& pass, const LaunchRows& rows, const Expr& splits, std::vector<Statement> gemm);
 
 /// Logits of the classes that a teacher names, before row_outputs: one launch, or none where the spec has no teacher.

@@ -22,7 +22,7 @@ struct MappedMatrix {
     Expr address;
     Expr columns;
     Expr rows;
-    Expr row_elements;    ///< from one row to the next
+    Expr row_elements;    ///< elements from one row to the next
     Expr blocks{0};       ///< TensorMapField's
     Expr block_bytes{0};  ///< TensorMapField's
 };
@@ -93,7 +93,7 @@ public:
         return *this;
     }
 
-    /// Labels from `first_row` on. `classes`: those of the pass, where the spec is a shard's.
+    /// Labels from `first_row` on. `classes`: classes of the pass, where the spec is a shard's.
     template <class Holder>
     LaunchBuilder& set_targets(TargetParams Holder::* member, const Spec& spec, const Expr& first_row,
                                const ClassRange& classes = classes_of_call()) {

@@ -14,9 +14,8 @@ namespace {
 constexpr std::int64_t kReserveBytes = 8192;  // scalars and what alignment costs
 constexpr std::int64_t kRowQuantum = 128;
 constexpr std::int64_t kListedRowBytes = sizeof(ListedRow);
-constexpr std::int64_t kMostListedRows = std::numeric_limits<int>::max();  // most tokens of a call for a list; with more, no token is left
-                                                                           // out
-constexpr std::int64_t kLeastScratch = 16 << 20;                           // with less there are no lists
+constexpr std::int64_t kMostListedRows = std::numeric_limits<int>::max();  // most tokens of a call that has a list
+constexpr std::int64_t kLeastScratch = 16 << 20;                           // least scratch with which there are lists
 constexpr std::int64_t kListReserve = kTokensInScratch * kListedRowBytes;  // a longer list goes beyond the scratch
 constexpr std::int64_t kFewestRetained = 16;  // tokens: one rounding more shows in the gradients of fewer, and no layer is quicker
 
@@ -238,7 +237,7 @@ BackwardLayout backward_layout(const Spec& spec, const Device& device, const Pla
     const Expr n = slot(Slot::num_tokens);
     const Expr cut = less(s.rows_limit, n);
     const Expr bias_row = spec.bias ? (ceil_div(n, cuda_path(plan.path).rows_of_bias_partial(plan)) + 2) * 4 : Expr(0);
-    // All tokens at once have no use for more of the list's place than they are.
+    // A launch of all tokens has no use for more of the list's place than there are tokens.
     const Expr list_bytes = lists_rows(plan) * n * kListedRowBytes;
     const std::int64_t list_place = has_lists(plan) ? kListReserve : 0;
     BackwardLayout b;

@@ -43,7 +43,7 @@ struct ForwardLayout {
     Expr partials{0};
     Expr compact{0};   ///< hidden states of listed tokens, where the caller's workspace goes further than `total`
     Expr compacts{0};  ///< whether the caller's workspace goes further, and tokens are listed
-    // Where the weight is rounded, a stretch of the vocabulary at a time: how the stretches are cut, and offsets.
+    // Fields for a weight that is rounded a stretch of the vocabulary at a time: how the stretches are cut, and offsets.
     std::int64_t stretch = 0;  ///< columns of each but the last
     Expr stretches{0};
     Expr rounded_weight{0};  ///< [stretch, D] in the spec's dtype
@@ -93,7 +93,7 @@ struct BackwardLayout {
     /// scatter_rows scales.
     Expr counters{0};
     std::int64_t counter_count = 0;
-    Expr total{0};  ///< at most plan.scratch_bytes + workspace_of_tokens
+    Expr total{0};  ///< total bytes, at most plan.scratch_bytes + workspace_of_tokens
 };
 
 /// Workspace that a path's backward needs, whatever the number of tokens.
@@ -129,7 +129,7 @@ struct RetainedLayout {
     Expr row_smoothing{0};  ///< [N] fp32, with label smoothing
     Expr stale{0};          ///< [⌈N / kOutputRows⌉] SplitSumsParams::stale
     Expr exponentials{0};
-    Expr block_bytes{0};  ///< from one block to the next
+    Expr block_bytes{0};  ///< bytes from one block to the next
     Expr most{0};         ///< most bytes that there is a use for
     Expr lendable{0};     ///< bytes of grad_weight that may be lent; 0 where its memory will not do
 };

@@ -57,7 +57,7 @@ ForwardRows forward_rows(const Spec& spec, const Device& device, const Plan& pla
 }
 
 Expr forward_splits(const Spec& spec, const Device& device, const Plan& plan, const Expr& rows) {
-    // The last launch of several has fewer rows, but partial sums as far apart as the others', for no more parts.
+    // The last launch of several has fewer rows, but no more parts, and its partial sums lie as far apart as the other launches'.
     const Expr first_rows = min(slot(Slot::num_tokens), forward_rows(spec, device, plan).rows);
     return min(splits_of(spec, device, plan, rows), splits_of(spec, device, plan, first_rows));
 }

@@ -9,7 +9,7 @@ namespace flce::sm90 {
 
 struct BackwardPassSm90 : BackwardPass {
     std::int64_t clusters;    ///< clusters that the device runs at a time
-    RetainedLayout retained;  ///< with 0 columns where the plan retains nothing
+    RetainedLayout retained;  ///< layout of retained memory, with 0 columns where the plan retains nothing
     Expr all_retained;        ///< whether the whole vocabulary is retained, so that no logits are computed again
     /// Whether the chunks of the unretained part come first, so that only the retained columns' part of grad_weight is left when
     /// grad_hidden is complete. True for shards alone, where other ranks may wait for grad_hidden, and false where exponentials lie in
@@ -56,8 +56,8 @@ struct BackwardPassSm90 : BackwardPass {
 [[nodiscard]] Expr sum_room(const BackwardPassSm90& pass);
 /// `rows` rows of the sum from `first` on.
 [[nodiscard]] MappedMatrix sum_matrix(const BackwardPassSm90& pass, const Expr& first, const Expr& rows);
-/// How the sum over the vocabulary is divided into parts. It is the same where chunks are joined, so that calls for one gradient alone have
-/// the same bits.
+/// How the sum over the vocabulary is divided into parts. The division is the same where chunks are joined, so that calls for one gradient
+/// alone have the same bits.
 [[nodiscard]] SumShareFields sum_share(const BackwardPassSm90& pass);
 /// Whether scatter_rows writes grad_hidden, and not its last chunk: a row block, or a group of hidden_joined, would write over hidden
 /// states of the others.

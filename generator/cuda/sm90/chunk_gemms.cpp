@@ -63,7 +63,7 @@ Statement grad_hidden_step(const BackwardPassSm90& pass, const Chunk& chunk, con
         .set_map(&Params::accumulator_map, sum, kFirstRows, 4)
         .set_share(&Params::share, sum_share(pass))
         .set_list(&Params::list, pass.list, workspace_at(pass.layout.scalars), rows.first);
-    // Where label smoothing meets retained exponentials: of a chunk, nothing is lacking.
+    // Gradients of a chunk lack nothing where label smoothing meets retained exponentials.
     if (!smooths_retained(pass.spec, pass.plan)) return launch.build();
     return LaunchBuilder<SmoothedGradHiddenSm90Params>(std::move(launch)).build();
 }

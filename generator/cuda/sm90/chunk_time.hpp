@@ -20,13 +20,13 @@ namespace flce::sm90 {
     return spec.grad_weight_mode == GradMode::accumulate && element_bytes(spec.grad_weight_dtype) == 2 ? 40 : 4;
 }
 
-/// In units of one multiply-add of one thread block's tile: rows × columns for every slice of 64.
+/// Time in units of one multiply-add of one thread block's tile: rows × columns for every slice of 64.
 class ChunkTime {
 public:
     ChunkTime(const Spec& spec, const Device& device, const Plan& plan)
         : spec_(spec), tiles_(plan.cuda), clusters_(std::max(device.gpu.sm_count / kClusterBlocks, 1)) {}
 
-    /// All chunks of the vocabulary.
+    /// Time of all chunks of the vocabulary.
     template <class Number>
     [[nodiscard]] Number all(const Number& tokens, const Number& columns) const {
         const Number chunks = up_div(Number(spec_.vocab_size), columns);
@@ -82,7 +82,7 @@ private:
     std::int64_t clusters_;
 };
 
-/// How many widths are compared: the widest that fits and the next narrower ones.
+/// Number of widths that are compared: the widest that fits and the next narrower ones.
 inline constexpr int kChunkCandidates = 6;
 
 }  // namespace flce::sm90

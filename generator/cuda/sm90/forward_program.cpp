@@ -65,7 +65,7 @@ LaunchBuilder<ForwardSm90Params> gemm_launch(const ForwardPass& pass, const Laun
     return launch;
 }
 
-/// Over one stretch of a vocabulary whose weight is rounded.
+/// Runs forward over one stretch of a vocabulary whose weight is rounded.
 Statement forward_stretch_launch(const ForwardPass& pass, const LaunchRows& rows, const ForwardKernel& kernel) {
     const ColumnRange columns = stretch_columns(pass);
     LaunchBuilder<ForwardStretchSm90Params> launch(gemm_launch(pass, rows, kernel));

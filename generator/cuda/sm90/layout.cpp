@@ -15,11 +15,11 @@
 namespace flce::sm90 {
 namespace {
 
-constexpr std::int64_t kFewestTokensInHalves = 2048;  // for whose halves a chunk has tiles enough
+constexpr std::int64_t kFewestTokensInHalves = 2048;  // fewest tokens for whose halves a chunk has tiles enough
 constexpr std::int64_t kTokensOfGroup = 4096;
-constexpr std::int64_t kMostTokensApart = 512;  // where there are no more, chunk by chunk is as quick or quicker
+constexpr std::int64_t kMostTokensApart = 512;  // tokens up to which chunk by chunk is as quick or quicker
 
-/// For partial sums where every segment of the vocabulary has its own: 4 to 8 KiB a token.
+/// Bytes for partial sums where every segment of the vocabulary has its own: 4 to 8 KiB a token.
 std::int64_t segment_bytes(const Spec& spec, const Plan& plan) {
     constexpr std::int64_t kMost = 32 << 20;
     return std::min(kMost, plan.scratch_bytes / (rounds_weight(spec) ? 4 : 2));  // the rounded weight has a half
@@ -126,8 +126,8 @@ ForwardGrid few_tokens_grid(const Spec& spec, const Device& device, const Plan& 
 }
 
 BackwardNeeds backward_needs(const Spec& spec, const Plan& plan) {
-    // grad_hidden's sum is also where hidden states are brought together: scaled ones beside retained exponentials, or those of valid
-    // tokens.
+    // The place of grad_hidden's sum is also used to bring hidden states together: scaled ones beside retained exponentials, or those of
+    // valid tokens.
     return {.progress_bytes = progress_bytes(spec, plan), .sums_apart = true};
 }
 

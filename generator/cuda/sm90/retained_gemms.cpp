@@ -76,7 +76,7 @@ Statement retained_rows_launch(const BackwardPassSm90& pass, const RowBlock& row
     return launch.build();
 }
 
-/// Where label smoothing's sums lie in the workspace: both totals, then both sums of stretches, then the total of the rows' shares.
+/// Places of label smoothing's sums in the workspace: both totals, then both sums of stretches, then the total of the rows' shares.
 struct SmoothingSums {
     Expr weight_sum{0};
     Expr hidden_sum{0};

@@ -27,7 +27,7 @@ std::int64_t bytes_without_factors(const Spec& spec, GemmRole role, const GemmTi
     const std::int64_t ring = std::int64_t{128} * (tile.block_m + tile.block_n) * tile.stages;
     std::int64_t beside = 0;
     if (is_forward(role)) {
-        // All parts' sums of every thread, words for the consumers, and where the first thread stands.
+        // Bytes of all parts' sums of every thread, of words for the consumers, and of the first thread's state.
         beside = std::int64_t{parts} * 256 * 2 * (consumer_rows(tile) / 64) * partial_fields(spec) * 4 + std::int64_t{32} * (8 + 8) + 128;
         // Panels that leave together: ForwardSm90::kPanelWidth.
         const int width = tile.block_n % 192 == 0 ? (partial_fields(spec) > 2 ? 1 : 3) : tile.block_n % 128 == 0 ? 2 : 1;
@@ -176,7 +176,7 @@ int segment_tiles(const Spec& spec, const GemmTile& forward) {
 }
 
 bool sums_bias(const Spec& spec, const GemmTile& grad_weight) {
-    // Beside what label smoothing takes few tiles leave registers, and none where old values are added.
+    // Label smoothing's terms leave registers beside few tiles, and beside none where old values are added.
     const bool crowded = consumer_rows(grad_weight) != 128 || !takes_turns(grad_weight) || spec.grad_weight_mode == GradMode::accumulate;
     if (spec.label_smoothing > 0 && crowded) return false;
     return spec.bias && spec.layout == WeightLayout::vocab_major &&
