@@ -21,7 +21,7 @@ inline constexpr std::int64_t kColdCaches = 3;
 inline constexpr std::int64_t kMostSetBytes = std::int64_t{2} << 30;
 inline constexpr std::int64_t kLeastSetBytes = std::int64_t{4} << 20;
 
-/// How many: `touched_bytes` are those that a turn reads or writes of a copy, `set_bytes` all of it.
+/// Number of copies. `touched_bytes`: bytes of a copy that a turn reads or writes; `set_bytes`: all bytes of a copy.
 [[nodiscard]] std::size_t buffer_set_count(std::int64_t cache_bytes, std::int64_t touched_bytes, std::int64_t set_bytes);
 
 /// Whether a copy's turn may be forward alone, which touches no gradients.

@@ -56,7 +56,7 @@ Verdict Judge::grad_weight(const NormPair& norms, const LogitGradientSizes& size
     constexpr std::int64_t kLongestSum = 384;  // most terms that are added one after the other, in any plan
     const Verdict verdict = gradient(norms, &sizes);
     if (sizes.grad_weight_terms == 0 || norms.kernel.reference2 == 0 || sizes.gradients == 0) return verdict;
-    // Where terms cancel, as those of a calibrated model do, what tokens' errors have in common does not.
+    // The common part of tokens' errors does not cancel where terms cancel, as the terms of a calibrated model do.
     const double cancelled = std::sqrt(static_cast<double>(sizes.num_terms) / norms.kernel.reference2) * sizes.grad_weight_terms;
     const double common = probability_error(sizes) * sizes.probabilities / sizes.gradients * std::max(1.0, cancelled);
     // 1 for terms all alike, 1/N for independent ones. Alike terms are rounded alike while the sum stays in a binade: u/√3 of it in root

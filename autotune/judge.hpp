@@ -53,8 +53,8 @@ struct Verdict {
 /// more than the document's caps.
 class Judge {
 public:
-    /// `product_norm`: |logit_scale| · ‖hidden row‖ · ‖weight row‖, typically; it decides how exact an fp32 sum of hidden_size products can
-    /// be, and so a logit.
+    /// `product_norm`: |logit_scale| · ‖hidden row‖ · ‖weight row‖, typically; this size decides how exact an fp32 sum of hidden_size
+    /// products, and so a logit, can be.
     Judge(DType dtype, double product_norm);
     /// `sizes`, where they are given, tell tokens so confident that rounding lse shows: a loss near 0, gradients in which p_y is cancelled.
     [[nodiscard]] Verdict output(const NormPair& norms, const LogitGradientSizes* sizes = nullptr) const;

@@ -16,7 +16,7 @@ namespace flce {
 
 /// Memory and its view. An absent tensor has an absent view.
 struct Tensor {
-    std::string name;  ///< for messages
+    std::string name;  ///< name for messages
     Buffer buffer;
     TensorView view{};
 
@@ -33,7 +33,7 @@ struct Tensor {
 
 /// Uninitialised. An empty shape is a scalar. Throws OutOfMemory naming it.
 [[nodiscard]] Tensor make_tensor(const std::string& name, DeviceRef device, ScalarType dtype, const std::vector<std::int64_t>& shape);
-/// With contents, `host` holding exactly the tensor's bytes.
+/// Makes a tensor with contents; `host` holds exactly the tensor's bytes.
 [[nodiscard]] Tensor make_tensor(const std::string& name, DeviceRef device, ScalarType dtype, const std::vector<std::int64_t>& shape,
                                  const void* host);
 
@@ -94,7 +94,7 @@ struct RandomLayer {
     std::vector<std::byte> hidden, weight, bias;  ///< spec dtype
     std::vector<float> class_weight;
     std::vector<std::int64_t> target;
-    std::vector<float> temperature;                                      ///< from ½ to 2
+    std::vector<float> temperature;                                      ///< temperatures from ½ to 2
     std::vector<float> token_weight;                                     ///< about 1, a few below 0
     std::vector<std::int64_t> teacher_ids;                               ///< [N, K], a few equal ones, some -1
     std::vector<float> teacher_probs;                                    ///< [N, K], of a token at most 1 together
@@ -113,7 +113,7 @@ struct RandomOptions {
 [[nodiscard]] RandomLayer make_random_layer(const Spec& spec, std::int64_t num_tokens, const RandomOptions& options);
 [[nodiscard]] LayerInputs upload(const Spec& spec, const RandomLayer& layer, DeviceRef device);
 
-/// `count` near-normal numbers (mean 0, the given standard deviation), the same for the same seed on every machine.
+/// `count` near-normal numbers (mean 0, the given standard deviation), equal for equal seeds on every machine.
 void fill_random(std::byte* to, DType dtype, std::size_t count, double deviation, std::uint64_t seed);
 
 }  // namespace flce

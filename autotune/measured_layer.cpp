@@ -43,7 +43,7 @@ std::vector<double> sampled_rows(const Tensor& tensor, DType dtype) {
     return values;
 }
 
-/// Why two gradients are not the same one; empty: they are. Rows have `columns` elements.
+/// Difference between two gradients; empty: they agree. Rows have `columns` elements.
 std::string difference(const std::string& name, const std::vector<double>& values, const std::vector<double>& others, std::size_t columns,
                        DType dtype) {
     ErrorNorm all;
@@ -91,7 +91,7 @@ void MeasuredLayer::make_reference() {
 MeasuredLayer::Runnable& MeasuredLayer::runnable(const std::string& plan) {
     auto found = kernels_.find(plan);
     if (found == kernels_.end()) found = kernels_.emplace(plan, make_runnable(plan)).first;
-    // Also for a candidate that has had its turn: another candidate's failed request may have cost it.
+    // Memory is reserved even for a candidate that has had its turn: another candidate's failed request may have cost it.
     reserve("workspace", scratch_, scratch_bytes_, found->second.workspace_bytes);
     const Retained& retained = found->second.retained;
     if (retained.place == RetainedPlace::own && retained.bytes > 0) reserve("retained", retained_, retained_bytes_, retained.bytes);

@@ -45,10 +45,10 @@ public:
 
     [[nodiscard]] DeviceRef device() const { return device_; }
 
-    // For tests of the process that asks.
+    // Functions for tests of the process that asks.
     /// Has `how` change the next run's results.
     void spoil_results(std::function<void(LayerOutputs&)> how) { spoil_ = std::move(how); }
-    /// From now on every run submits `work` to its stream, behind its own.
+    /// Makes every run from now on submit `work` to its stream, behind its own work.
     void add_to_runs(std::function<void(Stream)> work);
     /// Makes the next sample go as if the driver refused its graph.
     void refuse_graph() { refuse_ = true; }
@@ -57,7 +57,7 @@ private:
     struct Runnable {
         std::shared_ptr<const Kernel> kernel;
         std::size_t workspace_bytes = 0;
-        Retained retained;    ///< without its address
+        Retained retained;    ///< retained memory without its address
         int repetitions = 0;  ///< repetitions in a sample; 0: not known yet
         Recording sample;     ///< recording of that many repetitions; made when it is first timed
     };

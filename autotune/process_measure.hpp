@@ -67,7 +67,7 @@ public:
     void progress(const std::string& stage, std::size_t candidates, std::size_t measurements, double best_ms) override;
 
     [[nodiscard]] double elapsed_s() const;
-    /// How many processes candidates have run in so far: one, and one more for each that took its own with it.
+    /// Number of processes that candidates have run in so far: one, and one more for each candidate that took its process with it.
     [[nodiscard]] std::size_t processes() const { return processes_; }
     /// Kernels and launchers that no cache had.
     [[nodiscard]] std::int64_t compiled() const { return compiled_; }
@@ -76,7 +76,7 @@ private:
     [[nodiscard]] Json open_request() const;
     /// A worker with the layer. Throws EnvironmentError where there was none before, else MeasureStopped: what has been measured stays.
     void start();
-    /// Until a check or a sample hangs: one that does must leave time for others.
+    /// Seconds until a check or a sample counts as hanging: a hanging one must leave time for others.
     [[nodiscard]] double patience_s() const;
     [[nodiscard]] double sample_s() const { return samples_ == 0 ? first_sample_s_ : sampling_s_ / static_cast<double>(samples_); }
     /// Result of a request; throws MeasureStopped where the budget or the user ended it.
@@ -102,7 +102,7 @@ private:
     double first_sample_s_ = 0;         ///< seconds that a new plan's first sample took
     bool started_ = false;
     bool warm_ = false;     ///< the worker's device has been warmed up
-    bool stopped_ = false;  ///< by the listener
+    bool stopped_ = false;  ///< whether the listener stopped the search
 };
 
 struct MeasuredSearch {

@@ -1,4 +1,4 @@
-// Where measurements come from: what a run of the tuner writes about itself into records.
+// Origin of measurements: facts about itself that a run of the tuner writes into records.
 #pragma once
 
 #include <string>

@@ -320,8 +320,8 @@ void BasicReference<Real>::load_weight(Range rows, Range columns, Real* out) con
     }
 }
 
-/// Every core works on the same few tokens: that is all there is of a large layer, and each block of the weight is converted once for all
-/// of them.
+/// Every core works on the same few tokens: a large layer has no more of them, and each block of the weight is converted once for all of
+/// them.
 template <class Real>
 void BasicReference<Real>::compute_tokens(std::size_t begin, std::size_t end) {
     const auto v = static_cast<std::size_t>(problem_.spec.vocab_size);

@@ -1,5 +1,5 @@
-// The output layer written to be read: in fp64, which results of kernels are compared with, and as a framework would compute it, which says
-// how wrong a kernel may be. It shares nothing with the kernels.
+// The output layer written to be read: in fp64, with which results of kernels are compared, and as a framework would compute it, which
+// decides how wrong a kernel may be. This code shares nothing with the kernels.
 #pragma once
 
 #include <cstddef>
@@ -23,7 +23,7 @@ struct ReferenceProblem {
     std::span<const float> class_weight;
     std::span<const std::int64_t> target;
     std::span<const float> temperature, token_weight;  ///< [N]
-    std::span<const std::int64_t> teacher_ids;         ///< [N, K], as the next one
+    std::span<const std::int64_t> teacher_ids;         ///< [N, K], and so are teacher_probs
     std::span<const float> teacher_probs;
     std::int64_t ignore_index = -100;
     Reduction reduction = Reduction::mean;
@@ -124,7 +124,7 @@ private:
         std::int64_t begin;
         std::int64_t end;
     };
-    /// At most kWeightBlock rows of the vocabulary, of each these columns, one after the other.
+    /// Loads at most kWeightBlock rows of the vocabulary, these columns of each, one after the other.
     void load_weight(Range rows, Range columns, Real* out) const;
     void compute_tokens(std::size_t begin, std::size_t end);
     void compute_logits(std::size_t begin, std::size_t end, std::span<Logit> logits, std::span<double> lengths) const;
@@ -150,7 +150,8 @@ private:
 using Reference = BasicReference<double>;
 using Yardstick = BasicReference<float>;
 
-/// `value` with its mantissa rounded to that of `dtype`, to nearest even; its exponent is not limited (kernels and frameworks scale).
+/// `value` with its mantissa rounded to the mantissa of `dtype`, to nearest even; its exponent is not limited (kernels and frameworks
+/// scale).
 [[nodiscard]] float rounded_mantissa(float value, DType dtype);
 /// `value` as a tensor of `dtype` holds it: where fp16 is subnormal (a mean over many tokens makes such gradients) it has fewer bits.
 [[nodiscard]] float stored_value(float value, DType dtype);

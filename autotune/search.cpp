@@ -21,7 +21,7 @@ constexpr int kRaceRounds = 2;  ///< before the first half leaves, and between h
 constexpr int kMostSweeps = 3;
 constexpr std::size_t kCompiledAtOnce = 64;
 constexpr double kFarBehind = 1.25;
-constexpr int kMostLastRounds = 8;  ///< where noise goes on making others the winner
+constexpr int kMostLastRounds = 8;  ///< rounds after which a search ends where noise goes on making others the winner
 
 class Search {
 public:

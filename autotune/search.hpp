@@ -1,4 +1,4 @@
-// The search for the best plan. It knows nothing of devices and clocks: measuring is a callback, which may be a process of its own.
+// The search for the best plan. The search knows nothing of devices and clocks: measuring is a callback, which may be a process of its own.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@ namespace flce {
 /// Result of a measurement.
 struct Measured {
     Outcome outcome = Outcome::ok;
-    std::string why;                   ///< it is not ok
+    std::string why;                   ///< reason why the outcome is not ok
     double ms = 0;                     ///< milliseconds of time()
     std::int64_t workspace_bytes = 0;  ///< bytes of check()
     std::int64_t retained_bytes = 0;
@@ -35,7 +35,8 @@ public:
     virtual void reserve(std::size_t /*samples*/) {}
     /// Runs the plan once and compares every output. Nothing is timed that has not passed.
     [[nodiscard]] virtual Measured check(const Plan& plan) = 0;
-    /// Before the first sample after anything else: brings the device to the state that it has between samples, by running this plan.
+    /// Brings the device to the state that it has between samples, by running this plan. Called before the first sample after anything
+    /// else.
     [[nodiscard]] virtual Measured resume(const Plan& /*plan*/) { return {}; }
     /// Forward and backward, once (or as often as makes one reliable sample), warm.
     [[nodiscard]] virtual Measured time(const Plan& plan) = 0;

@@ -17,7 +17,7 @@ struct Coordinate {
 /// Names of all coordinates that plans for such a device can have.
 [[nodiscard]] std::vector<std::string> coordinate_names(DeviceKind kind);
 
-/// Every coordinate of `plan`, or those of the names in `only`, those that matter most first. Precondition: plan is legal.
+/// Every coordinate of `plan`, or the coordinates named in `only`; coordinates that matter most come first. Precondition: plan is legal.
 [[nodiscard]] std::vector<Coordinate> coordinates(const Spec& spec, const Device& device, const Plan& plan,
                                                   const std::vector<std::string>& only = {});
 

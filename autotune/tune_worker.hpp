@@ -23,7 +23,7 @@ public:
     [[nodiscard]] Json serve(const Json& request);
 
 protected:
-    /// Before a request is served; a test makes faults here. `text`: the request's plan, of "open" its spec.
+    /// Called before a request is served; a test makes faults here. `text`: the request's plan, of "open" its spec.
     virtual void before(const std::string& /*op*/, const std::string& /*text*/) {}
     /// nullptr before "open".
     [[nodiscard]] MeasuredLayer* layer() const { return layer_.get(); }

@@ -30,14 +30,14 @@ struct Tuned {
 struct TunerListener {
     std::function<void(const TuneProgress&)> progress{};  ///< hears of progress like a TuneListener's
     std::function<void(const std::string&)> warning{};
-    std::function<void(const Tuned&)> tuned{};  ///< when a layer is done
+    std::function<void(const Tuned&)> tuned{};  ///< hears of each layer that is done
     std::function<bool()> stop{};               ///< whether to end; what has been measured is kept
 };
 
 /// The processes that a tuner measures in.
 struct TunerWorkers {
     WorkerCommand command;       ///< runs a TuneWorker
-    bool always_graphs = false;  ///< for tests: samples are graphs on a CPU too
+    bool always_graphs = false;  ///< samples are graphs on a CPU too; for tests
 };
 
 class Tuner {

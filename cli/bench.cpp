@@ -132,7 +132,7 @@ public:
 
 private:
     void make_sets() {
-        // Without a loss backward begins with a gradient of the log-probabilities, as policies are trained.
+        // A backward without a loss begins with a gradient of the log-probabilities, as policies are trained.
         RandomLayer layer = make_random_layer(
             spec_, options_.num_tokens, {.seed = 1, .ignored = options_.ignored, .upstream = spec_.outputs.logprob && !spec_.outputs.loss});
         layer.grad_lse.clear();
@@ -206,7 +206,7 @@ private:
                                  floor_->forward();
                                  floor_->backward();
                              }});
-        // With few tokens reading the weight is what takes time; a copy reads it and writes as much.
+        // Reading the weight takes most of the time with few tokens; a copy reads the weight and writes as much.
         if (options_.num_tokens <= kWeightBoundTokens)
             subjects_.push_back({"floor_copy_ms", [this](std::int64_t) { floor_->copy_weight(); }});
     }

@@ -124,7 +124,7 @@ struct Listing {
             try {
                 add_pack(path);
             } catch (const EnvironmentError& error) {
-                if (!flags.packs.empty()) throw;  // it was asked for by name
+                if (!flags.packs.empty()) throw;  // a pack that is asked for by name must be readable
                 pack.fault = error.what();        // a session does without it
             }
         }

@@ -193,7 +193,7 @@ SessionOptions SessionFlags::options() const {
 }
 
 void print_json(const Json& object) {
-    // Invalid UTF-8 can only come from file names; it must not cost the user the results.
+    // Invalid UTF-8 can only come from file names, and must not cost the user the results.
     const std::string text = object.dump(2, ' ', false, Json::error_handler_t::replace);
     note_json_object();
     fmt::print("{}\n", text);

@@ -33,7 +33,7 @@ public:
     using std::runtime_error::runtime_error;
 };
 
-/// The program that workers are started from: this one, with a hidden subcommand.
+/// The program that workers are started from: the running one, with a hidden subcommand.
 inline constexpr const char* kThisProgram = "/proc/self/exe";
 
 /// Exit code for an error of that kind.
@@ -56,8 +56,8 @@ void add_info(CLI::App& app, Action& action);
 /// Runs the command line; returns the process's exit code. Errors are one line on stderr.
 int main(int argc, char** argv);
 
-/// Where --out's contents go: through symbolic links. Throws UsageError where something is there that is no file, which a file must not
-/// replace.
+/// File that --out's contents go to, through symbolic links. Throws UsageError for something that is there and not a file, which a file
+/// must not replace.
 [[nodiscard]] std::filesystem::path output_file(std::string_view option, const std::filesystem::path& path);
 
 /// --workspace-limit and --retain: the memory of a call beyond inputs and gradients, and what forward may leave to backward.
@@ -99,7 +99,7 @@ inline constexpr const char* kSpecHelp = "what is computed: key=value,flag,…, 
 
 [[nodiscard]] Reduction parse_reduction(std::string_view text);
 
-/// Where the running program lies; empty where the system does not say.
+/// Path of the running program; empty where the system does not say.
 [[nodiscard]] std::filesystem::path executable_path();
 
 }  // namespace flce::cli

@@ -96,7 +96,7 @@ struct Data {
 };
 
 struct Results {
-    double first_step_s = 0;  ///< from the start of the command
+    double first_step_s = 0;  ///< seconds from the start of the command
     double training_s = 0;
     double first_loss = 0;
     double last_loss = 0;

@@ -106,7 +106,7 @@ std::string kept_text(const KeptPart& kept) {
                        kept.bytes == 0 ? "grad_weight's memory" : human_bytes(static_cast<double>(kept.bytes)) + " of its own");
 }
 
-/// Beside a measured time the model only says how other limits compare with this call.
+/// The model only says how other limits compare with this call, where there is a measured time.
 void print_curve(const ExplainedCall& call) {
     const bool relative = call.measured.has_value();
     fmt::print("\nwhat limits on memory do to the time, {} by the cost model (*: this call)\n    {:>12}  {:>8}  {:>19}  {}\n",

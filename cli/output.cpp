@@ -25,7 +25,7 @@ std::string cannot_be_written(int error) {
 void open_missing_streams() {
     for (int stream = 0; stream < 3; ++stream) {
         if (::fcntl(stream, F_GETFD) >= 0 || errno != EBADF) continue;
-        // The lowest number that is free is this one. Only messages may go nowhere.
+        // The stream's number is the lowest free one, which open takes. Only messages may go nowhere.
         if (::open("/dev/null", stream == 2 ? O_WRONLY : O_RDONLY) != stream) return;
     }
 }
@@ -40,7 +40,7 @@ void report_errors_as_json(bool wanted) { errors_as_json = wanted; }
 void note_json_object() { has_json_object = true; }
 
 int report_error(int exit_code, std::string_view message) noexcept try {
-    // Not by fmt::print: where stderr is full, too, the exit code still says it.
+    // fmt::print would throw: where stderr is full, too, the exit code still tells the failure.
     std::fputs(fmt::format("flce: error: {}\n", message).c_str(), stderr);
     if (errors_as_json && !has_json_object) {
         has_json_object = true;

@@ -97,7 +97,7 @@ void report_failures(const PrewarmReport& report) {
     }
 }
 
-/// For the build that a pack is a part of: the files that it is made from, as Make and Ninja read it.
+/// Writes the files that the pack is made from, as Make and Ninja read them, for the build that the pack is a part of.
 void write_depfile(const PrewarmFlags& flags) {
     std::vector<std::filesystem::path> files = flags.hf_configs;
     for (const std::string& spec : flags.specs) {
@@ -245,7 +245,7 @@ void add_prewarm_worker(CLI::App& app, Action& action) {
     };
     auto flags = std::make_shared<WorkerFlags>();
     CLI::App* command = app.add_subcommand(kPrewarmWorker, "a worker of flce prewarm");
-    command->group("");  // not for people
+    command->group("");  // hidden, since people do not call it
     command->add_option("--cache-dir", flags->cache_dir);
     command->add_option("--entries", flags->entries);
     command->callback(

@@ -31,7 +31,7 @@ struct TuneFlags {
     bool shows = false;
     std::vector<std::filesystem::path> show, diff, merge;
     std::filesystem::path out, html;
-    std::vector<std::string> worker;  ///< for tests: a program and its arguments in place of this program's worker
+    std::vector<std::string> worker;  ///< a program and its arguments in place of this program's worker; for tests
     bool always_graphs = false;       ///< for tests
 
     /// Options from --spec, --hf-config and the others, specs normalized. Throws UsageError where there is no spec, SpecError, PlanError.

@@ -11,7 +11,7 @@ namespace flce::cli {
 /// Writes --html, where it was asked for.
 void write_html(const TuneFlags& flags, const std::vector<NamedRecord>& records);
 
-// Each returns an exit code.
+// Actions of flce tune on records. Each returns an exit code.
 [[nodiscard]] int show_records(const TuneFlags& flags);
 [[nodiscard]] int diff_records(const TuneFlags& flags);
 /// Records of one key become one; with --out they are written there (a directory where there are several keys), else into the user's

@@ -87,7 +87,7 @@ std::string escaped(std::string_view text) {
     return result;
 }
 
-/// With a place to break a line behind every `separator`, and nowhere else: not in numbers, not in a tile.
+/// Text with a place to break a line behind every `separator`, and nowhere else: not in numbers, not in a tile.
 std::string breakable(std::string_view text, char separator = ',') {
     std::string result;
     for (const char c : text) {

@@ -16,7 +16,7 @@ namespace flce::cli {
 /// A record's layer and device, its runs, and its candidates, the quickest first: at most `most`, 0 for all. Says why where the chosen
 /// candidate has not the least median.
 [[nodiscard]] std::string record_table(const NamedRecord& named, std::size_t most);
-/// Candidates of both side by side, those of one alone, and what else differs.
+/// Candidates of both records side by side, candidates of one alone, and other differences.
 [[nodiscard]] std::string record_difference(const NamedRecord& a, const NamedRecord& b);
 [[nodiscard]] Json record_difference_json(const NamedRecord& a, const NamedRecord& b);
 /// One HTML page without anything from elsewhere: a section a record with candidates, times, the winner, and memory against time.

@@ -32,7 +32,7 @@ public:
     double loss(std::span<const float> hidden, std::span<const std::int32_t> targets);
     /// Computes the loss, and writes dL/dhidden into grad_hidden and adds dL/dweight to grad_embedding().
     double loss_and_gradients(std::span<const float> hidden, std::span<const std::int32_t> targets, std::span<float> grad_hidden);
-    /// To be called whenever the embedding has changed.
+    /// Tells that the embedding has changed; to be called whenever it has.
     void embedding_changed();
 
     /// Loss, dL/dhidden and dL/dweight of these tokens against fp64.

@@ -11,7 +11,7 @@ namespace flce::demo {
 struct ModelShape {
     std::int64_t vocab_size = 0;
     std::int64_t hidden_size = 0;
-    std::int64_t context = 0;  ///< tokens that the next one is predicted from
+    std::int64_t context = 0;  ///< tokens that the next token is predicted from
 };
 
 /// hidden = tanh(concatenate(E[x₁] … E[x_k]) · M + b).
@@ -23,7 +23,7 @@ public:
     void initialize_embedding(std::span<float> embedding) const;
     /// contexts: [N, k] tokens, the latest first. Writes hidden [N, D].
     void forward(std::span<const float> embedding, std::span<const std::int32_t> contexts, std::span<float> hidden);
-    /// From dL/dhidden of the last forward: sets the gradients of M and b and adds to the embedding's.
+    /// Sets the gradients of M and b from dL/dhidden of the last forward, and adds to the embedding's.
     void backward(std::span<const float> grad_hidden, std::span<float> grad_embedding);
 
     /// M and b in one array, and their gradients.

@@ -29,7 +29,7 @@ struct Corpus {
 /// The most frequent words, then single bytes, so that every text over those bytes can be written in it.
 class Vocabulary {
 public:
-    /// At most max_size entries; words seen once are spelled.
+    /// Vocabulary of at most max_size entries; words seen once are spelled.
     Vocabulary(std::string_view text, std::size_t max_size);
     [[nodiscard]] std::int64_t size() const { return static_cast<std::int64_t>(pieces_.size()); }
     [[nodiscard]] const std::string& piece(std::int32_t token) const { return pieces_[static_cast<std::size_t>(token)]; }
@@ -37,7 +37,7 @@ public:
 
 private:
     std::vector<std::string> pieces_;
-    std::vector<std::pair<std::string, std::int32_t>> sorted_;  // by piece
+    std::vector<std::pair<std::string, std::int32_t>> sorted_;  // ids by piece
     [[nodiscard]] std::int32_t find(std::string_view piece) const;
 };
 

@@ -107,8 +107,8 @@ private:
     const PrewarmOptions& options_;
     const PrewarmListener& listener_;
     PrewarmReport report_;
-    std::vector<std::vector<std::string>> used_;  ///< by item: keys of cache entries
-    std::optional<PrivateFolder> entries_;        ///< in which workers leave the entries that they used
+    std::vector<std::vector<std::string>> used_;  ///< keys of cache entries by item
+    std::optional<PrivateFolder> entries_;        ///< folder in which workers leave the entries that they used
     std::size_t done_ = 0;
 };
 

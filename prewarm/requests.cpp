@@ -46,7 +46,7 @@ Spec under_autocast(Spec spec, std::string_view name) {
     return spec.normalized();
 }
 
-/// Without `autocast` as the file says.
+/// Adds the file's specs, in the file's own dtype without `autocast`.
 void add_hf_config(const fs::path& path, const std::vector<std::string>& autocast, std::vector<Spec>& specs) {
     for (const Spec& spec : read_hf_config(path)) {
         if (autocast.empty()) specs.push_back(spec);

@@ -5,7 +5,7 @@
 
 namespace flce {
 
-/// The word after the command's name that makes it this worker. It takes --cache-dir and --entries.
+/// The word after the command's name that makes it this worker. The worker takes --cache-dir and --entries.
 inline constexpr const char* kPrewarmWorker = "prewarm-worker";
 
 /// Serves requests, a kernel set each, from standard input until it ends. `entries`: a folder in which the cache entries that were used are

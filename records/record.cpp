@@ -33,7 +33,7 @@ std::string product_name(const Device& device) {
         // A part of a product (MIG) is none.
         const bool whole = product.kind == DeviceKind::cuda && product.gpu.sm_count == device.gpu.sm_count;
         return whole ? product.name : device.name;
-    } catch (const EnvironmentError&) {  // not in the tables
+    } catch (const EnvironmentError&) {  // a device that is not in the tables
         return device.name;
     }
 }
@@ -184,7 +184,7 @@ std::string Record::best_plan() const {
     }
     std::string best;
     int best_rank = std::numeric_limits<int>::max();
-    for (const auto& [plan, candidate] : candidates) {  // in the order of their text
+    for (const auto& [plan, candidate] : candidates) {  // plans in the order of their text
         if (!eligible(candidate) || candidate.median_ms() > quickest * (1 + kTieMargin) || candidate.rank >= best_rank) continue;
         best = plan;
         best_rank = candidate.rank;

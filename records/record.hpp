@@ -88,10 +88,10 @@ enum class Outcome : std::uint8_t { ok, failed, faulted, hung, wrong };
 struct Candidate {
     int rank = 0;  ///< place in the fixed order: the cost model's, then whatever it does not list
     Outcome outcome = Outcome::ok;
-    std::string why;  ///< it is not ok
+    std::string why;  ///< reason why the candidate is not ok
     std::int64_t workspace_bytes = 0;
-    std::int64_t retained_bytes = 0;                      ///< beside grad_weight's memory
-    std::map<std::string, std::vector<double>> times_ms;  ///< by run
+    std::int64_t retained_bytes = 0;                      ///< bytes beside grad_weight's memory
+    std::map<std::string, std::vector<double>> times_ms;  ///< times by run
     friend bool operator==(const Candidate&, const Candidate&) = default;
 
     [[nodiscard]] std::size_t sample_count() const;
@@ -99,7 +99,7 @@ struct Candidate {
     [[nodiscard]] double median_ms() const;
 };
 
-/// Where times come from, for people: what they depend on and the key does not hold.
+/// Origin of times, for people: conditions that times depend on and that the key does not hold.
 struct TuningRun {
     std::string date;
     std::string version;  ///< version of flce
@@ -113,8 +113,8 @@ struct TuningRun {
 
 struct Record {
     RecordKey key;
-    std::map<std::string, TuningRun> runs;        ///< by id
-    std::map<std::string, Candidate> candidates;  ///< by plan text
+    std::map<std::string, TuningRun> runs;        ///< runs by id
+    std::map<std::string, Candidate> candidates;  ///< candidates by plan text
     friend bool operator==(const Record&, const Record&) = default;
 
     /// Plan text of the best candidate: the correct candidates that have been timed as often as kEnoughSamples asks (or as often as any has

@@ -60,7 +60,7 @@ RecordFolder read_listed(const Listing& listing, Writers writers, Complaints& co
         } else if (!why.empty()) {
             complaints.emplace_back(file, why);
         }
-        // Not there any more: somebody has merged it into another.
+        // The file is gone: somebody has merged it into another.
         folder.complete = folder.complete && !unreadable && (record || !why.empty());
     }
     return folder;

@@ -50,7 +50,7 @@ struct RecordFile {
 };
 
 struct RecordFolder {
-    std::vector<RecordFile> files;  ///< by name
+    std::vector<RecordFile> files;  ///< files by name
     bool complete = true;  ///< whether everything could be listed and read; files that are not records, or not to be trusted, are left out
                            ///< all the same
 };

@@ -66,7 +66,7 @@ std::optional<Record> read_record_file(const fs::path& file, std::string& why) {
 
 namespace {
 
-/// Contents of a record's file. They can be read again: no file that nobody could read takes a good file's place.
+/// Text of a record's file, which can be read again: no file that nobody could read takes a good file's place.
 std::string file_text(const fs::path& file, const Record& record) {
     std::size_t dropped = 0;
     const Record kept = fitted(record, dropped);

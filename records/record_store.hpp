@@ -1,4 +1,4 @@
-// Where tuning records are kept and how a session finds the one that a call is nearest to.
+// Places of tuning records, and the search for the record that a call is nearest to.
 #pragma once
 
 #include <filesystem>
@@ -26,7 +26,7 @@ struct RecordedPlan {
         std::string plan;
         double median_ms = 0;
     };
-    std::vector<Timed> plans;  ///< at least one
+    std::vector<Timed> plans;  ///< plans, at least one
     std::string origin;        ///< the file, or "shipped with flce: NAME"
     RecordKey key;
     std::size_t candidates = 0;
@@ -42,7 +42,7 @@ public:
     explicit RecordStore(RecordPlaces places);
 
     /// Best plans of the records of that device and spec, nearest first: kernels of this version before others; then the nearest token
-    /// bucket (of two the smaller); then the nearest memory; then by place, and the record's digest. `wanted` is that of record_key().
+    /// bucket (of two the smaller); then the nearest memory; then by place, and the record's digest. `wanted` is a key of record_key().
     [[nodiscard]] std::vector<RecordedPlan> plans(const RecordKey& wanted);
 
     /// The user's record of exactly this key, where there is one that a session would read: nobody else can have written it.
@@ -72,7 +72,7 @@ private:
 
     RecordPlaces places_;
     std::mutex mutex_;
-    std::map<std::string, std::shared_ptr<const std::vector<Found>>> known_;  ///< by subject
+    std::map<std::string, std::shared_ptr<const std::vector<Found>>> known_;  ///< records by subject
 };
 
 /// Record of exactly this key in a directory's files.

@@ -39,8 +39,8 @@ __attribute__((visibility("default"))) int flce_fault_disarm(void) {
     return calls;
 }
 
-/* From now on what lies below the directory `below` lies on NFS; null: nothing does. Says how many locks were asked for since the last
- * call: of files on NFS where there were any, else of all. */
+/* Makes everything below the directory `below` lie on NFS from now on; null: nothing does. Returns the number of locks that were asked for
+ * since the last call: of files on NFS where there were any, else of all. */
 __attribute__((visibility("default"))) int flce_fault_nfs(const char* below) {
     const int asked = locks;
     remote = below;
@@ -151,7 +151,7 @@ __attribute__((visibility("default"))) int lstat(const char* path, struct stat* 
     return result;
 }
 
-/* The file is closed all the same: that is what Linux does, and NFS reports failed writes here. */
+/* The file is closed all the same: Linux does so, and NFS reports failed writes here. */
 __attribute__((visibility("default"))) int close(int file) {
     const int result = REAL(close)(file);
     return fails("close") ? -1 : result;

@@ -26,7 +26,7 @@ public:
     /// `problem` has to outlive the run.
     KernelRun(std::shared_ptr<const Kernel> kernel, const Problem& problem);
 
-    /// From now on forward retains: in `bytes` of guarded memory, or in the beginning of grad_weight. A backward call that writes
+    /// Makes forward retain from now on: in `bytes` of guarded memory, or in the beginning of grad_weight. A backward call that writes
     /// grad_weight ends the latter.
     void retain(RetainedPlace place, std::size_t bytes);
     void forward();

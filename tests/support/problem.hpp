@@ -37,11 +37,11 @@ struct ProblemOptions {
 
 [[nodiscard]] std::string to_string(const ProblemOptions& options);
 
-/// Where the rows of a shard's weight lie in the vocabulary.
+/// Place of the rows of a shard's weight in the vocabulary.
 struct Shard {
     std::int64_t start = 0;    ///< label of the first
-    std::int64_t classes = 0;  ///< how many are classes
-    std::int64_t rows = 0;     ///< how many there are in memory
+    std::int64_t classes = 0;  ///< rows that are classes
+    std::int64_t rows = 0;     ///< rows in memory
 };
 
 struct Problem {

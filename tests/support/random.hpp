@@ -15,9 +15,9 @@ struct Stream {
         x = (x ^ (x >> 27)) * 0x94d049bb133111ebULL;
         return x ^ (x >> 31);
     }
-    /// In [0, 1).
+    /// A number in [0, 1).
     [[nodiscard]] double uniform(std::uint64_t index) const { return static_cast<double>(bits(index) >> 11) * 0x1p-53; }
-    /// In [0, count).
+    /// A number in [0, count).
     [[nodiscard]] std::int64_t below(std::uint64_t index, std::int64_t count) const {
         return static_cast<std::int64_t>(uniform(index) * static_cast<double>(count));
     }

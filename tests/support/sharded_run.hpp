@@ -21,7 +21,7 @@ namespace flce::test {
 
 class ShardedRun {
 public:
-    /// `kernel`: that of all shards. `whole` has no shards and has to outlive the run.
+    /// `kernel`: one kernel for all shards. `whole` has no shards and has to outlive the run.
     ShardedRun(std::shared_ptr<const Kernel> kernel, const Problem& whole, const std::vector<Shard>& shards);
 
     /// Makes each shard retain from now on: a part of as much as it has a use for, in memory of its own, or in its grad_weight's.

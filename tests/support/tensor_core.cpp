@@ -27,7 +27,7 @@ constexpr std::int64_t kLanes = 32;  // accumulators that a step works on side b
             largest[lane] = std::max(largest[lane], size * power_of_two(b[d * stride + lane]));
         }
     }
-    // In units of the last bit that is kept: below 2^27, so that a 32-bit integer holds each addend.
+    // Terms in units of the last bit that is kept: below 2^27, so that a 32-bit integer holds each addend.
     constexpr double kUnits = std::int64_t{1} << kTensorCoreBits;
     double unit[kLanes];
     for (std::int64_t lane = 0; lane < kLanes; ++lane) {
