@@ -72,8 +72,7 @@ using LogitOperands =
 template <class Place, int kPieces, int kColumnPieces>
 __device__ __forceinline__ void mask_columns(const Place& place, int first_column, int end, float (&c)[kPieces][kColumnPieces][4],
                                              float none) {
-    asm volatile("" : "+r"(first_column));  // keeps the compiler from comparing columns earlier: the results would not fit beside the
-                                            // accumulators
+    asm volatile("" : "+r"(first_column));  // no column is compared earlier: the results would need registers
 #pragma unroll
     for (int j = 0; j < kColumnPieces; ++j) {
 #pragma unroll

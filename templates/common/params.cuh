@@ -97,10 +97,10 @@ struct CountParams {
 
 /// Classes that a teacher names for each row. Row 0 is the caller's row at which the labels begin.
 struct TeacherParams {
-    const void* ids;     ///< [rows, top_k], int32 or int64
-    const float* probs;  ///< [rows, top_k]
-    float* logprobs;     ///< [rows, top_k]: forward writes them, first as logits; backward reads them. In a shard's forward only the
-                         ///< logits: [top_k, shard_rows], from the first row on at which the labels begin
+    const void* ids;        ///< [rows, top_k], int32 or int64
+    const float* probs;     ///< [rows, top_k]
+    float* logprobs;        ///< [rows, top_k]: forward writes them, first as logits; backward reads them. In a shard's forward only the
+                            ///< logits: [top_k, shard_rows], from the first row on at which the labels begin
     long long first_class;  ///< first_class of TargetParams, and so are `columns` and `bits`
     long long shard_rows;
     int columns;

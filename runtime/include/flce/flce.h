@@ -294,9 +294,8 @@ typedef struct flce_forward_args {
     const flce_tensor* logprob;       /* [N] fp32; the spec's outputs must have it, as for entropy */
     const flce_tensor* entropy;       /* [N] fp32 */
     const flce_tensor* invalid_label; /* one uint64 that the caller set to UINT64_MAX; see flce_kernel_check_invalid_label */
-    void* retained;        /* written: values so that backward does not compute their logits again, as many as fit; see
-                            * flce_kernel_retained_bytes */
-    size_t retained_bytes; /* 0 with retained NULL: nothing is retained */
+    void* retained;                   /* written: values that spare backward their logits, as many as fit; see flce_kernel_retained_bytes */
+    size_t retained_bytes;            /* 0 with retained NULL: nothing is retained */
     int32_t
         retained_place; /* FLCE_RETAINED_OWN, or FLCE_RETAINED_GRAD_WEIGHT with exactly the bytes that flce_kernel_retained_bytes says */
     int32_t reserved_2; /* 0 */

@@ -259,8 +259,7 @@ private:
     virtual std::int64_t retained_bytes_of(std::int64_t /*num_tokens*/, RetainedPlace /*place*/, std::int64_t /*vocab_columns*/) const {
         return 0;
     }
-    virtual bool defers_hidden() const noexcept { return false; }  ///< whether hidden is read late where everything is retained: see
-                                                                   ///< reads_hidden_late
+    virtual bool defers_hidden() const noexcept { return false; }  ///< answer of reads_hidden_late where everything is retained
 
     Spec spec_;
     Device device_;
