@@ -1,4 +1,4 @@
-"""What is asked of a caller's arguments, and what they come to: every refusal names the argument, its value and what is allowed."""
+"""Checks of a caller's arguments. Every refusal names the argument, its value and the values that are allowed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from flce.budget import MemoryBudget
 
 REDUCTIONS = {"none": 0, "sum": 1, "mean": 2, "weighted_mean": 3}
 DEVICE_TYPES = ("cpu", "cuda", "meta")
-OUTPUTS = (*_frame.VALUES[:-1], "top1", _frame.VALUES[-1])  # of a Spec, in the order in which callers get them
+OUTPUTS = (*_frame.VALUES[:-1], "top1", _frame.VALUES[-1])  # a Spec's outputs, in the order in which callers get them
 _LONG = 1 << 63
 LEAST_TEMPERATURE, MOST_TEMPERATURE = 2.0**-100, 2.0**100
 
@@ -44,11 +44,11 @@ class Options(NamedTuple):
 
 
 class Checked(NamedTuple):
-    """What `Options` come to."""
+    """The outputs and numbers that checked `Options` stand for."""
 
     rest: tuple[str, int, int, int, int, str]  # Inputs.rest()
     asked: tuple[str, ...]  # the outputs that the caller gets
-    written: tuple[str, ...]  # those that the kernel writes
+    written: tuple[str, ...]  # the outputs that the kernel writes
     teacher_logprobs: bool  # whether the caller gets them, behind the others
 
 
@@ -66,7 +66,7 @@ def check_options(options: Options) -> Checked:
     return Checked(rest, asked, written, options.return_teacher_logprobs is True)
 
 
-_FLAGS = {"logprob": "return_logprobs"}  # of OUTPUTS; the others' are called as they are
+_FLAGS = {"logprob": "return_logprobs"}  # by name in OUTPUTS; the other flags are called as the outputs are
 
 
 def asked_outputs(wanted: Sequence[Any]) -> tuple[str, ...]:
@@ -78,7 +78,7 @@ def asked_outputs(wanted: Sequence[Any]) -> tuple[str, ...]:
 
 
 def written_outputs(asked: Sequence[str], dft: Any) -> tuple[str, ...]:
-    """What a kernel has to write, in the order of OUTPUTS: backward of dft reads the targets' log-probabilities."""
+    """Outputs that a kernel has to write, in the order of OUTPUTS: backward of dft reads the targets' log-probabilities."""
     return tuple(name for name in OUTPUTS if name in asked or (dft is True and name == "logprob"))
 
 
@@ -178,7 +178,7 @@ def check_inputs(
 
 
 def check_shapes(hidden: Tensor, weight: Tensor, target: Tensor, sequence_ranks: int = 1) -> None:
-    """What every way of computing the loss asks of its tensors."""
+    """Checks the shapes and dtypes that every way of computing the loss needs."""
     check_target_dtype(target)
     shape, weight_shape = hidden.shape, weight.shape
     if len(weight_shape) != 2:

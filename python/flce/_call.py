@@ -76,9 +76,9 @@ class _Others:
     grad_weight_out: Tensor | None
     teacher: tuple[Tensor, Tensor] | None
     options: tuple[Any, ...]
-    known: tuple[Any, ...] | None  # what the options and a temperature that is a number are known by; None: not looked up
+    known: tuple[Any, ...] | None  # key of the options and of a temperature that is a number; None: not looked up
     alone: bool  # there is nothing but options, and a number for temperature
-    num_valid: Tensor | None = None  # what num_valid_tokens comes to
+    num_valid: Tensor | None = None  # num_valid_tokens as a tensor
 
 
 def _run_checked(hidden: Tensor, weight: Tensor, target: Tensor, others: _Others) -> Any:
@@ -170,7 +170,7 @@ def _check(hidden: Tensor, weight: Tensor, target: Tensor, others: _Others) -> _
 
 
 class _Passed:
-    """What the checks of a call's arguments came to."""
+    """A call whose arguments have passed the checks."""
 
     __slots__ = ("checked", "direct", "kernel", "temperature")
 
@@ -237,8 +237,8 @@ def _through_operator(given: Inputs, checked: _arguments.Checked, grad_weight_ou
 
 
 def _own_outputs(made: _op.Made, given: Inputs, token_shape: torch.Size, checked: _arguments.Checked, *, eager: bool) -> Any:
-    """What was asked for as tensors of their own: copies where several lie in one tensor, since autograd takes a change of one view for a
-    change of all views of that tensor, and refuses some changes."""
+    """The outputs that were asked for, each a tensor of its own. Where several lie in one tensor they are copied: autograd takes a change
+    of one view for a change of all views of that tensor, and refuses some changes."""
     asked, written = checked.asked, checked.written
     values, top1, teacher_logprobs = made
     shapes: dict[str, Sequence[int]] = {"loss": token_shape if given.reduction == _arguments.REDUCTIONS["none"] else ()}

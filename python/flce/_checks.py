@@ -1,7 +1,7 @@
-"""What is asked of tensors before their addresses go to a kernel, which reads and writes memory without gaps.
+"""Checks of tensors before their addresses go to a kernel, which reads and writes memory without gaps.
 
-`_arguments` checks a caller's; the functions here check what reaches a kernel by another way: the operators' arguments, what
-autograd gives back in backward, and memory that gradients are added to.
+`_arguments` checks a caller's tensors. The functions here check tensors that reach a kernel by another way: the operators' arguments,
+gradients that autograd gives to backward, and memory that gradients are added to.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The same loss in plain torch, a chunk of tokens at a time: what losses fall back to, and what flce is compared with.
+"""The loss in plain torch, a chunk of tokens at a time: losses fall back to it, and flce is compared with it.
 
-Each chunk is checkpointed, so that neither forward nor backward ever holds the logits of more than chunk_size tokens.
+Each chunk is checkpointed: forward and backward hold the logits of at most chunk_size tokens.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def chunked_linear_cross_entropy(
     device_type = hidden.device.type
     if torch.is_autocast_enabled(device_type):
         hidden = hidden.to(torch.get_autocast_dtype(device_type))
-    # As in the kernels, a label out of range counts as ignored.
+    # A label out of range counts as ignored, by the kernels' rule.
     target = torch.where((target >= 0) & (target < weight.shape[0]), target, ignore_index)
     if isinstance(temperature, Tensor):  # and a temperature that none can be divided by
         temperature = temperature.reshape(-1)
@@ -117,7 +117,7 @@ def chunked_linear_cross_entropy(
 
 
 def _mean_divisors(target: Tensor, ignore_index: int, token_weight: Tensor | None, class_weight: Tensor | None) -> tuple[Tensor, Tensor]:
-    """What cross entropies and z-losses of valid tokens are divided by: their weights, each times its class's, and without."""
+    """Divisors of cross entropies and of z-losses: the valid tokens' weights added up, with and without class weights."""
     valid = target != ignore_index
     weights = torch.where(valid, 1.0 if token_weight is None else token_weight, 0.0)
     count = valid.sum() if token_weight is None else weights.sum()

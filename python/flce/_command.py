@@ -10,7 +10,7 @@ from flce import _native, errors
 
 
 def path() -> str:
-    """Of the command that belongs to the library in use: beside it in the package, an install or a build tree. Raises UnavailableError
+    """Path of the command that belongs to the library in use: beside it in the package, an install or a build tree. Raises UnavailableError
     where there is none."""
     library = _native.library_path()
     found = Path(library).resolve().parent.parent / "bin" / "flce" if library else None

@@ -1,8 +1,8 @@
-"""Calls like one that went before: the same tensors but for their contents. What that call's arguments were found to be holds for these
-too, and only addresses are left to fill in.
+"""Calls like an earlier one: the same tensors but for their contents. The arguments were checked in the earlier call, and only addresses
+are left to fill in.
 
-For small layers Python is much of what a call costs, and most of that in backward, which runs on the engine's thread with that core's
-caches cold. So what can be settled once is, and little code and few objects are touched.
+For small layers Python is much of a call's cost, and most of that in backward, which runs on the engine's thread with that core's caches
+cold. The checks are therefore settled once, and a direct call touches little code and few objects.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class DirectCall:
         key, (values, top1, _, teacher_top_k, _) = kernel.key, kernel.outputs
         return (
             _TensorGuards is not None
-            and not _retain.has_budget(retain)  # which counts every call
+            and not _retain.has_budget(retain)  # a budget counts every call
             and values in _DIRECT_VALUES
             and not (top1 or teacher_top_k)
             and not (key.temperature or key.token_weight or key.whole_vocab_size)
@@ -135,8 +135,8 @@ class DirectCall:
     def matches_backward(
         self, addresses: Addresses, grad_values: Tensor, saved: Tensor, hidden: Tensor, weight: Tensor, target: Tensor
     ) -> bool:
-        """Whether `backward` can take these: autograd may give back others than it saved, by a hook or because somebody swapped a tensor's
-        memory. What lies where forward had it, in the same form, is the same."""
+        """Whether `backward` can take these tensors: autograd may give back others than it saved, by a hook or because somebody swapped a
+        tensor's memory. A tensor at forward's address and in forward's form counts as the saved one."""
         return (
             (hidden.data_ptr(), weight.data_ptr(), target.data_ptr(), saved.data_ptr()) == addresses
             and hidden.shape == self.hidden_shape
@@ -150,7 +150,7 @@ class DirectCall:
             and target.dtype is self.target_dtype
             and grad_values.is_contiguous()
             and not grad_values.is_neg()
-            and not hasattr(weight, "ds_status")  # what lies there may be half gathered: the general way looks
+            and not hasattr(weight, "ds_status")  # memory under DeepSpeed may be half gathered: the general way looks
         )
 
     def value(self, hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor | None:
@@ -199,7 +199,7 @@ class DirectCall:
         return values, saved, addresses
 
     def forward_retaining(self, hidden: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor, None]:
-        """The same for an output whose gradients will be asked for, by the general way."""
+        """Runs forward the general way, for an output whose gradients will be asked for."""
         values = self.make_value(self.value_form)
         return values, self.kernel.forward(self.inputs(hidden, weight, target)._replace(retain=self.retain), values), None
 

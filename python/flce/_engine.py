@@ -59,7 +59,7 @@ def wanted_gradients(ctx: Any) -> list[bool]:
             try:
                 wanted[i] = _will_run(node)
             except RuntimeError:
-                pass  # what the engine refuses to say it of is a leaf that autograd.grad() was asked for
+                pass  # the engine refuses to answer for a leaf that autograd.grad() was asked for
     return wanted
 
 
@@ -78,7 +78,7 @@ def is_asked_for_by_grad(node: Any) -> bool:
     try:
         _will_run(node)
     except RuntimeError:
-        return True  # what the engine refuses to say it of
+        return True  # the engine refuses to answer for such a leaf alone
     return False
 
 

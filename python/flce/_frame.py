@@ -1,4 +1,4 @@
-"""One call's arguments as the C ABI has them: what a call is given, what its kernel is found by, and the structs filled from it."""
+"""One call's arguments as the C ABI has them: the inputs, the key of their kernel, and the structs filled from them."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ _TEACHER = ("teacher_ids", "teacher_probs", "teacher_logprobs")
 
 
 class Outputs(NamedTuple):
-    """What forward of a kernel writes."""
+    """The numbers that a kernel's forward writes."""
 
     values: tuple[str, ...]  # some of VALUES
     top1: bool
-    saved: tuple[str, ...]  # what backward reads, [N] fp32 each, in the order in which they lie in one tensor
+    saved: tuple[str, ...]  # names of backward's inputs from forward, [N] fp32 each, in the order in which they lie in one tensor
     teacher_top_k: int = 0  # K; behind them in that tensor then lie teacher_logprobs, [N, K]
     class_weight_total: bool = False  # behind all of them lies one number more, which a shard's backward reads
 
     def shape(self, token_shape: Sequence[int], num_tokens: int, reduction: int) -> Sequence[int]:
-        """Of the one tensor of all values: a lone one's own, else flat, see `split_values`."""
+        """Shape of the one tensor of all values: a lone value has its own shape, several lie flat, see `split_values`."""
         per_token = reduction == _native.REDUCTION_NONE
         if len(self.values) == 1:
             return token_shape if per_token or self.values[0] != "loss" else ()
@@ -67,8 +67,8 @@ class Outputs(NamedTuple):
 
 
 def outputs_of(options: str, *, shard_class_weight: bool = False) -> Outputs:
-    """What a Spec with these options makes forward write. `shard_class_weight`: it is a shard's and has class weights, of which backward
-    has a target's and the total from merge."""
+    """Outputs of a Spec with these options. `shard_class_weight`: a shard with class weights. Its backward reads a target's class weight
+    and the total, both from merge."""
     parts = options.split(",")
     chosen = next((part for part in parts if part.startswith("outputs=")), "outputs=loss").removeprefix("outputs=").split("+")
     saved = ["lse", *(name for name, kept in (("entropy", "entropy" in chosen), ("logprob", "dft" in parts)) if kept)]
@@ -91,7 +91,7 @@ def split_values(values: Tensor, num_tokens: int, names: Sequence[str]) -> dict[
 
 
 class Inputs(NamedTuple):
-    """What forward and backward of one call share: the operators' arguments, in their order."""
+    """Inputs that forward and backward of one call share: the operators' arguments, in their order."""
 
     hidden: Tensor  # [N, D]
     weight: Tensor  # [V, D] of hidden's dtype or fp32
@@ -99,11 +99,11 @@ class Inputs(NamedTuple):
     bias: Tensor | None  # [V]
     class_weight: Tensor | None  # [V]
     num_valid: Tensor | None  # one element
-    options: str  # the part of a Spec's canonical text that is neither a size nor a dtype: "softcap=30,outputs=loss+lse"
+    options: str  # the part of a Spec's canonical text beside sizes and dtypes: "softcap=30,outputs=loss+lse"
     ignore_index: int
     reduction: int
     workspace_limit_bytes: int  # on everything beyond inputs and gradients; 0: the default
-    retain: int = _retain.NEVER  # what forward may leave to backward, and whether there will be one: see _retain
+    retain: int = _retain.NEVER  # room for forward to leave work to backward, and whether backward will come: see _retain
     temperature: Tensor | None = None  # [N] fp32
     token_weight: Tensor | None = None  # [N] fp32
     teacher_ids: Tensor | None = None  # [N, K] int64 or int32, where options has teacher_top_k=K, as the next one
@@ -123,12 +123,12 @@ class Inputs(NamedTuple):
         return Inputs(*tensors[:6], *rest[:5], *tensors[6:10], rest[5])  # type: ignore[call-arg]  # mypy counts lists without an end
 
     def outputs(self) -> Outputs:
-        """What its forward writes."""
+        """Outputs that this call's forward writes."""
         return outputs_of(self.options, shard_class_weight=bool(self.parallel) and self.class_weight is not None)
 
 
 class KernelKey(NamedTuple):
-    """What a kernel is found by: the device, what a Spec says, and the memory and number of tokens that it is planned for."""
+    """Key by which a kernel is found: the device, the Spec's fields, and the memory and number of tokens that the kernel is planned for."""
 
     device: torch.device
     hidden_size: int
@@ -145,7 +145,7 @@ class KernelKey(NamedTuple):
     options: str
     workspace_limit_bytes: int  # 0: the default
     num_tokens: int  # with a limit the call's, else its token bucket (`planned_tokens`)
-    # Of a shard; vocab_size is then the most classes that a rank has.
+    # The next two are a shard's; vocab_size is then the most classes that a rank has.
     whole_vocab_size: int = 0  # 0: the weight is whole
     padded_vocab_size: int = 0  # the most rows that a rank has
     grad_hidden_dtype: torch.dtype | None = None  # None: dtype
@@ -179,9 +179,9 @@ def planned_tokens(num_tokens: int, workspace_limit_bytes: int) -> int:
 
 
 class Frame:
-    """The ABI's argument structs of one kernel, for one call at a time and kept between calls: most of their fields never change.
+    """The ABI's argument structs of one kernel, for one call at a time and kept between calls: most fields never change.
 
-    What a frame remembers of the last call is emptied before the structs are changed and set after."""
+    Fields that remember the last call are emptied before the structs are changed and set after."""
 
     # Views that direct calls write by their place in `words`; the library's other tensors come behind them.
     DIRECT = ("hidden", "weight", "target", "lse", "loss", "logprob", "grad_logprob", "grad_hidden", "grad_weight")
@@ -303,12 +303,12 @@ class Frame:
         self.num_tokens = num_tokens
 
     def retain(self, args: Any, memory: Tensor | None, *, lent: bool = False) -> None:
-        """What the next call leaves in, or takes from, memory that forward and backward share. `lent`: that of the weight's gradient."""
+        """Points the next call to memory that forward and backward share. `lent`: the memory is the weight's gradient."""
         args.retained, args.retained_bytes = (None, 0) if memory is None else (memory.data_ptr(), memory.nbytes)
         args.retained_place = _native.RETAINED_GRAD_WEIGHT if lent else _native.RETAINED_OWN
 
     def point_to_saved(self, address: int, outputs: Outputs) -> None:
-        """What forward leaves to backward lies at `address`, one behind the other."""
+        """Points to forward's statistics for backward, which lie at `address`, one behind the other."""
         self.lse.data = address
         names = outputs.saved
         if len(names) > 1:
@@ -338,7 +338,8 @@ class Frame:
         self.target_dtype = dtype
 
     def inputs(self, args: Any, given: Inputs) -> tuple[Tensor | None, ...]:
-        """What forward and backward have in common, contiguous and in the kernel's dtypes. The result has to outlive the call."""
+        """Fills in the inputs of forward and of backward, contiguous and in the kernel's dtypes. The returned tensors have to outlive the
+        call."""
         hidden, weight, target, bias, class_weight, num_valid, _, ignore_index, reduction, *_ = given
         temperature, token_weight, teacher_ids, teacher_probs = given[11:15]
         num_tokens = hidden.shape[0]

@@ -1,8 +1,8 @@
 """A causal LM of transformers whose forward stops at the output layer while it trains.
 
-The model's own forward runs, so whatever it does before its output layer and beside it (norms, dense layers, divisors, routers' losses) is
-done. The output layer notes the hidden states that reach it. Until a loss has compared this kind of call, it gives two rows a sequence,
-whose logits show what the forward does to them afterwards, and the calls of modules are recorded for a replay; then zeros. transformers is
+The model's own forward runs, with everything before its output layer and beside it (norms, dense layers, divisors, routers' losses). The
+output layer notes the hidden states that reach it. Until a loss has compared this kind of call, the output layer gives two rows a sequence,
+whose logits show the forward's later steps, and the calls of modules are recorded for a replay; then it gives zeros. transformers is
 imported when a model is at hand, not before.
 """
 
@@ -23,9 +23,9 @@ from flce._replay import Recording
 from flce._shared_rows import SharedRows
 from flce.loss import say_once
 
-# What a causal LM's forward takes for its own logits and loss.
+# Arguments that a causal LM's forward takes for its own logits and loss.
 _LOSS_ARGUMENTS = ("num_items_in_batch", "shift_labels", "return_dict")
-# What loss functions of transformers shift labels by.
+# By how much loss functions of transformers shift labels.
 _SHIFTS = {"ForCausalLMLoss": 1, "ForMaskedLMLoss": 0}
 # Numbers of a config, or of a model, that its forward changes logits by, read at each call.
 _LOGIT_NUMBERS = (
@@ -67,7 +67,7 @@ class Carried(torch.autograd.Function):
 
 
 class HeadTap:
-    """What a prepared model keeps in its __dict__; no parameter, buffer or submodule of it, copied with it."""
+    """State that a prepared model keeps in its __dict__; no parameter, buffer or submodule of it, copied with it."""
 
     def __init__(self, model: Any) -> None:
         self.own_loss: Any = getattr(model, "loss_function", None)
@@ -75,29 +75,29 @@ class HeadTap:
         # By how much the model's own loss shifts labels; None where its name does not say so.
         named = self.calls_loss_function and not has_encoder(model)
         self.shift: int | None = _SHIFTS.get(_name_of_loss(self.own_loss)) if named else None
-        self.loss_type = getattr(model, "loss_type", None)  # which transformers takes own_loss by
+        self.loss_type = getattr(model, "loss_type", None)  # the name by which transformers finds own_loss
         self.head: Any = None
         self.numbers: Any = None  # _LOGIT_NUMBERS, as they were compared
         self.beside: Any = None  # and what else may change logits
-        self.kinds: tuple[Any, ...] = ()  # of calls, of which a loss knows what happens to the output layer's logits
-        self.kind: Any = None  # of the last call
-        self.recording: Recording | None = None  # of a call whose kind is not known
+        self.kinds: tuple[Any, ...] = ()  # kinds of calls for which a loss knows the fate of the output layer's logits
+        self.kind: Any = None  # kind of the last call
+        self.recording: Recording | None = None  # recording of a call whose kind is not known
         self.arguments: dict[str, Any] = {}  # and what it was called with
         self.replayed: bool | None = None  # in a replay: whether the loss function gives its loss, or 0
         self.active = False
-        self.patch: Any = None  # what flce.patch has the model's forward do; None: it stops at the hidden states
+        self.patch: Any = None  # the forward that flce.patch sets; None: it stops at the hidden states
         self.fused: Any = None  # from hidden states to the loss, computed in the output layer's forward, where its weight is gathered
         self.fused_loss: Tensor | None = None
-        self.carrier: Tensor | None = None  # what the output layer then gave instead of logits: its gradient comes before the loss's
-        self.node: Any = None  # of autograd's graph, that the output layer's output came from
-        self.logits: Tensor | None = None  # what the model's forward has made of the carrier, as wrappers of the layer have returned it
+        self.carrier: Tensor | None = None  # the output layer's output in place of logits: its gradient comes before the loss's
+        self.node: Any = None  # node of autograd's graph that the output layer's output came from
+        self.logits: Tensor | None = None  # the carrier as the model's forward and wrappers of the layer have changed it
         self.own_loss_name = "_loss_function" in model.__dict__  # where transformers keeps a loss function that somebody has set
-        self.output_type: Any = None  # of the model's own forward
+        self.output_type: Any = None  # return type of the model's own forward
         self.hidden: list[Tensor] = []
         self.probe: Tensor | None = None  # the rows that the output layer was given instead
         self.probe_plain: Tensor | None = None  # their product with the weight, adapters included
-        self.probe_own: Tensor | None = None  # what the output layer makes of them
-        self.autocast_dtype: torch.dtype | None = None  # that the output layer was called under
+        self.probe_own: Tensor | None = None  # the output layer's own logits of these rows
+        self.autocast_dtype: torch.dtype | None = None  # the dtype of autocast around the output layer's call
         self.losses_asked = 0
         self.aligned_labels: Tensor | None = None  # shift_labels of the last forward in evaluation
 
@@ -115,8 +115,8 @@ class HeadTap:
         return torch.zeros((), device=logits.device)
 
     def attach(self, model: Any) -> None:
-        """Taps the output layer that the model has now. What was compared is to be compared again where that is another, or something that
-        changes its logits."""
+        """Taps the output layer that the model has now. Comparisons are forgotten where the layer, or a number that changes its logits, is
+        another one."""
         head = model.get_output_embeddings()
         numbers = _logit_numbers(model)
         beside = self.beside if torch.compiler.is_compiling() else _beside(model, head)
@@ -259,7 +259,8 @@ def losses_beside(outputs: Mapping[str, Any]) -> list[str]:
 
 
 def kind_of(model: Any, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Which arguments a call has, and whether it trains, of how many sequences: calls that are alike in this are compared once."""
+    """Names of a call's arguments, whether it trains, and whether it has several sequences: calls alike in all of these are compared
+    once."""
     names = [name if not isinstance(value, bool) else f"{name}={value}" for name, value in arguments.items() if value is not None]
     tokens = next((value for value in arguments.values() if isinstance(value, Tensor) and value.dim() > 1), None)
     return (model.training, tokens is not None and tokens.shape[0] > 1, *names)
@@ -293,7 +294,7 @@ def _model_forward(model: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _unwrapped_model_forward(model: Any, *args: Any, **kwargs: Any) -> Any:
-    """What is left when all wrappers of the model's forward are taken off: those under ours go, too."""
+    """Runs the model's own forward once all wrappers of it are taken off: the wrappers under flce's go, too."""
     model.__dict__["_flce_own_forward"] = None
     return _model_forward(model, *args, **kwargs)
 
@@ -356,7 +357,7 @@ def _probe(tap: HeadTap, head: Any, hidden: Tensor) -> Tensor:
 
 
 def _name_of_loss(function: Any) -> str:
-    """Of a loss function that is transformers' own; another's name says nothing."""
+    """Name of a loss function that is transformers' own; another's name says nothing."""
     code = getattr(function, "__code__", None)
     defining = sys.modules.get("transformers.loss.loss_utils")
     is_own = code is not None and defining is not None and code.co_filename == defining.__file__
@@ -410,7 +411,7 @@ def install(model: Any) -> None:
 
 
 def forget_unpickled(model: Any) -> None:
-    """Takes away what a pickled model has left of what `install` set: a method of an object comes back as that of its class."""
+    """Removes what `install` set from a model that was unpickled: a method of an object comes back as the method of its class."""
     tap = of(model)
     now = model.__dict__.get("forward")
     if tap is None or getattr(now, "__func__", None) is not type(model).forward:

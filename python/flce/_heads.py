@@ -14,7 +14,7 @@ from torch.nn.utils import parametrize
 from flce import _zero3, errors
 from flce._targets import refuse_quantised
 
-# The largest logit of a row whose head is compared with its own forward: so large, whatever the weight's scale, that a cap shows.
+# The largest logit of a row whose head is compared with its own forward: large enough that a cap shows at any scale of the weight.
 LARGE_LOGIT = 1000.0
 # By how much of a row's largest logit two products of the same numbers may differ: fp32 (products in TF32 included), 16 bits.
 TOLERANCES = {torch.float32: 2e-3, torch.float64: 1e-6}
@@ -92,7 +92,8 @@ def _is_plain(head: Any) -> bool:
 
 
 def why_weight_is_made(head: Any) -> str | None:
-    """Why what lies in the head's weight is not what its forward multiplies by, or is another each time it is read; None where it is."""
+    """Why the head's weight, as it lies, is not the factor of its forward, or is another tensor at each read; None where it is the
+    factor."""
     for layer in _layers(head):
         for hook in layer._forward_pre_hooks.values():
             if str(getattr(hook, "__module__", "")).startswith("torch.nn.utils."):
@@ -108,7 +109,7 @@ def why_hooked(head: Any) -> str | None:
     for layer in _layers(head):
         for hooks in (layer._forward_pre_hooks, layer._forward_hooks, layer._backward_pre_hooks, layer._backward_hooks):
             for hook in hooks.values():
-                hook = getattr(hook, "func", hook)  # of a functools.partial
+                hook = getattr(hook, "func", hook)  # the function inside a functools.partial
                 if not str(getattr(hook, "__module__", "")).startswith(_GATHERERS):
                     return f"has hooks ({getattr(hook, '__qualname__', type(hook).__qualname__)})"
     return None

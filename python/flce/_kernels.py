@@ -24,7 +24,7 @@ _WORKSPACE_ALIGNMENT = 256  # torch's CUDA allocator gives 512, its CPU allocato
 _raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 _current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
 _raw_delete: Any = getattr(torch._C, "_cuda_cudaCachingAllocator_raw_delete", None)
-# What torch.cuda.caching_allocator_alloc calls, on the current device.
+# The function under torch.cuda.caching_allocator_alloc, called on the current device.
 _raw_alloc: Any = (
     getattr(torch._C, "_cuda_cudaCachingAllocator_raw_alloc", None) if _current_device and _raw_delete and _raw_stream else None
 )
@@ -55,7 +55,7 @@ class Kernel:
         return self._text(_native.TEXT_EXPLAIN)
 
     def explanation(self) -> dict[str, Any]:
-        """The same as a dictionary: spec, plan, device, reasons."""
+        """Spec, plan, device and reasons, as a dictionary."""
         result: dict[str, Any] = json.loads(self._text(_native.TEXT_EXPLAIN_JSON))
         return result
 
@@ -70,10 +70,10 @@ class Kernel:
         return _native.retained_bytes(self._handle, num_tokens, place)
 
     def choose_retained(self, num_tokens: int, *, workspace_limit_bytes: int = 0, lend_grad_weight: bool = True) -> _retain.Choice:
-        """What forward of a step over num_tokens tokens leaves to backward, (lent, size): so many bytes, 0 for nothing, in the memory of
-        the weight's gradient where it is lent, else in memory of its own. `workspace_limit_bytes`: on workspace and what is retained
-        together; 0: none, and no memory of its own. `lend_grad_weight`: the gradient will be written, and its memory may hold what is
-        retained until then."""
+        """Chooses what forward of a step over num_tokens tokens leaves to backward, (lent, size): `size` bytes, 0 for nothing, in the
+        memory of the weight's gradient where `lent`, else in memory of its own. `workspace_limit_bytes`: on workspace and retained bytes
+        together; 0: no limit, and no memory of its own. `lend_grad_weight`: the gradient will be written, and its memory may hold the
+        retained bytes until then."""
         place, size = _native.choose_retained(self._handle, num_tokens, workspace_limit_bytes, lend_grad_weight, _retain.LEAST_WORK)
         return _retain.Choice(place == _native.RETAINED_GRAD_WEIGHT, size)
 
@@ -103,17 +103,17 @@ class LoadedKernel(Kernel):
         with torch.inference_mode(False), _disable_current_modes():
             # -1 has the bits of UINT64_MAX, "none".
             self.invalid_label = _memory.make_once(key.device, lambda: torch.full((1,), -1, dtype=torch.int64, device=key.device))
-            # What outputs and workspace are made after: quicker than naming dtype and device each time.
+            # Outputs and workspace are made like this one: quicker than naming dtype and device each time.
             self.float_like = self.invalid_label.detach().view(torch.float32)[0]
             self.new_floats: Callable[..., Tensor] = self.float_like.new_empty
             self._byte = self.invalid_label.detach().view(torch.uint8)[0]
         self.outputs = outputs_of(key.options, shard_class_weight=bool(key.whole_vocab_size) and key.class_weight)
-        self.weight_rows = key.vocab_size  # of the weight that its calls have
+        self.weight_rows = key.vocab_size  # rows of the weight that its calls have
         self.forward_function, self.backward_function = self._library.flce_kernel_forward, self._library.flce_kernel_backward
         self._index = key.device.index if key.device.type == "cuda" else None
         self._allocates_raw = self._index is not None and _raw_alloc is not None
-        self.frames: list[Frame] = []  # that no call is using
-        # Of so few tokens that it is no gain a kernel retains nothing.
+        self.frames: list[Frame] = []  # frames that no call is using
+        # A kernel retains nothing where the tokens are too few to gain from it.
         self.retains = _native.retained_bytes(handle, 1 << 12, _native.RETAINED_OWN) > 0
         # A GPU's forward that retains adds up the exponentials that it retains, relative to another number than a row's largest logit.
         self.retaining_changes_saved = self.retains and key.device.type == "cuda"
@@ -192,8 +192,8 @@ class LoadedKernel(Kernel):
         return self.new_floats((*token_shape, self.outputs.teacher_top_k))
 
     def forward(self, given: Inputs, values: Tensor, top1: Tensor | None = None, teacher_logprobs: Tensor | None = None) -> Tensor:
-        """Writes `values` (`new_values`), `top1` (`new_top1`) and teacher_logprobs (None: not wanted). Returns what backward needs:
-        `outputs.saved` and teacher_logprobs one behind the other, with what else backward can use on it (`_retain.of`)."""
+        """Writes `values` (`new_values`), `top1` (`new_top1`) and teacher_logprobs (None: not wanted). Returns the tensor that backward
+        needs: `outputs.saved` and teacher_logprobs one behind the other, with a `Retained` attached where there is one (`_retain.of`)."""
         frame = self._take_frame()
         kept = frame.inputs(frame.forward, given)  # noqa: F841  # alive until the call is made
         retained = self.prepare_retained(frame, given)
@@ -207,7 +207,7 @@ class LoadedKernel(Kernel):
         return saved
 
     def prepare_retained(self, frame: Frame, given: Inputs) -> _retain.Retained | None:
-        """What forward is to leave to backward, in the frame's struct."""
+        """Prepares the memory that forward leaves to backward, and points the frame's struct to it."""
         retained = memory = None
         if self.retains and given.retain:
             if frame.choices is None:
@@ -227,7 +227,7 @@ class LoadedKernel(Kernel):
         return outputs
 
     def copy_statistics(self, outputs: dict[str, Tensor], saved: Tensor, num_tokens: int, teacher_logprobs: Tensor | None) -> None:
-        """What backward reads and the caller wants, too: copies, so that the caller may change what it got in place."""
+        """Copies statistics of backward to outputs of the same name: the caller may change an output in place."""
         for i, name in enumerate(self.outputs.saved):
             if name in outputs:
                 outputs[name].copy_(saved[i * num_tokens : (i + 1) * num_tokens])
@@ -316,7 +316,7 @@ _lock = threading.Lock()
 _sessions: dict[tuple[torch.device, bool | None], ctypes.c_void_p] = {}  # by device, and strict
 _kernels: dict[tuple[Any, ...], LoadedKernel] = {}  # by key without a limit, plan, and what else it was made of
 _found: dict[tuple[Any, ...], LoadedKernel] = {}  # by the fields of a KernelKey, and the same
-_strict: bool | None = None  # of lookups that do not say; None: what FLCE_STRICT says
+_strict: bool | None = None  # for lookups that do not say; None: FLCE_STRICT decides
 _MOST_FOUND = 4096  # limits with numbers of tokens
 _alive: dict[tuple[torch.device, int, int], _retain.Alive] = {}
 
@@ -333,12 +333,12 @@ def _session(device: torch.device, strict: bool | None) -> ctypes.c_void_p:
 
 
 def set_strict(strict: bool | None) -> None:
-    """Whether from now on a kernel that no cache has is a CacheMissError, in every thread of this process; None, as it begins: as
-    FLCE_STRICT says.
+    """Sets whether from now on a kernel that no cache has is a CacheMissError, in every thread of this process. None, the value at the
+    start: FLCE_STRICT decides.
 
-    For a trainer that cannot set its ranks' environment: once `warmup` has what the run needs, `set_strict(True)` makes sure that no step
-    compiles. What this process already has is found in any case, and `get_kernel` and `warmup` go by their own `strict` where it is given.
-    Raises ArgumentError for anything but True, False and None."""
+    For a trainer that cannot set its ranks' environment: once `warmup` has made the run's kernels, `set_strict(True)` makes sure that no
+    step compiles. Kernels that this process already has are found in any case. `get_kernel` and `warmup` go by their own `strict` where it
+    is given. Raises ArgumentError for anything but True, False and None."""
     global _strict
     _strict = checked_strict(strict)
 
@@ -352,7 +352,7 @@ def checked_strict(strict: Any) -> bool | None:
 def find_for(given: Inputs, grad_weight_out: Tensor | None = None, *, backward: bool = False) -> LoadedKernel:
     """The kernel that computes such a call, or its backward."""
     if given.parallel:
-        from flce import _shards  # which builds on this module
+        from flce import _shards  # imported late: _shards builds on this module
 
         return _shards.find_for(given, grad_weight_out, backward=backward)
     hidden, weight = given.hidden, given.weight

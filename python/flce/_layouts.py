@@ -1,11 +1,11 @@
-"""What the ranks of a group agree on before a call of a new layer: where each rank's rows of the weight lie in the vocabulary.
+"""Agreement of a group's ranks before a call of a new layer: where each rank's rows of the weight lie in the vocabulary.
 
-A rank sees its own rows alone. Another layer may have as many here and others on the next rank, and a weight that is known here may be new
-there, so that no rank decides anything by what it remembers. In each forward the ranks' hosts tell each other what they have, in a few
-numbers and without waiting for a device:
+A rank sees its own rows alone. Another layer may have equally many rows here and others on the next rank, and a weight that is known here
+may be new there. No rank therefore decides anything by its own memory: in each forward the ranks' hosts tell each other their numbers, a
+few of them and without waiting for a device:
 
-    the numbers are those of a layer that was agreed on      its shards, at once
-    any others                                               ranks tell each other everything, and find the same shards or the same error
+    the numbers of a layer that was agreed on      its shards, at once
+    any others                                     ranks tell each other everything, and find the same shards or the same error
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ class Shard(NamedTuple):
     """This rank's part of a layer, as all ranks have found together."""
 
     vocab_start: int
-    rows: int  # of this rank's weight
+    rows: int  # rows of this rank's weight
     classes: int  # how many of them are classes
-    most_classes: int  # of any rank
+    most_classes: int  # the most classes of any rank
     most_rows: int
-    vocab_size: int  # of all ranks
+    vocab_size: int  # classes of all ranks together
 
 
 class _Facts(NamedTuple):
-    """What a rank tells the others of a new layer."""
+    """Facts that a rank tells the others of a new layer."""
 
     rank: int
     rows: int
     vocab_start: int
-    all_rows: int  # of a DTensor; -1: the weight is none
-    layer: tuple[Any, ...]  # what has to be the same on every rank, as (name, value)
-    tokens: tuple[Any, ...]  # what tensors over tokens hold, which has to be the same on every rank, too, as (name, contents)
+    all_rows: int  # rows of a DTensor over all ranks; -1: the weight is none
+    layer: tuple[Any, ...]  # facts that have to be the same on every rank, as (name, value)
+    tokens: tuple[Any, ...]  # contents of tensors over tokens, which have to be the same on every rank, as (name, contents)
 
 
 class _Agreed:
-    """What a group's ranks have agreed on for layers that they describe alike. Every rank has the same history."""
+    """Shards that a group's ranks have agreed on for layers that they describe alike. Every rank has the same history."""
 
     def __init__(self, layer: tuple[Any, ...]) -> None:
         self.digest = zlib.crc32(repr(layer).encode())
@@ -102,7 +102,8 @@ def _ask(group: Any, parallel: Parallel, weight: Tensor, layer: tuple[Any, ...],
     return agreed_shard(parallel.vocab_size, [_Facts(*one) for one in everyone], group.rank())
 
 
-# What ranks compute for themselves may differ in its last bits, and what an ignored row holds in all of them: of these no digest is taken.
+# No digest is taken of these two: numbers that ranks compute for themselves may differ in their last bits, and an ignored row in all of
+# them.
 _SHAPE_ALONE = ("token_weight", "teacher_probs")
 
 

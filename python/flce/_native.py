@@ -52,7 +52,7 @@ class CallTensor(NamedTuple):
 
 
 class CallArguments(NamedTuple):
-    """What the library takes of a call."""
+    """The structs and tensors that the library takes for a call."""
 
     forward: type[Structure]  # flce_forward_args
     merge: type[Structure]  # flce_merge_args
@@ -73,7 +73,7 @@ class SessionOptions(Structure):
         ("workspace_limit_bytes", c_int64),
         ("strict", c_int32),
         ("reserved", c_int32),
-    )  # what follows is the environment's to say
+    )  # fields behind these are the environment's to say
 
 
 class KernelOptions(Structure):
@@ -199,7 +199,7 @@ def _candidates() -> list[Path]:
 
 
 def library_path() -> Path | None:
-    """Of the library that `library` loads; None where there is none."""
+    """Path of the library that `library` loads; None where there is none."""
     return next((candidate for candidate in _candidates() if candidate.exists()), None)
 
 

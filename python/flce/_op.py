@@ -100,8 +100,8 @@ def refuse_second_derivative(gradients: Sequence[Tensor | None], sources: Sequen
     return [None if gradient is None else NoSecondDerivative.apply(gradient, *tracked) for gradient in gradients]
 
 
-# Multiply-adds up to which gradients are made unasked: asking the engine takes some microseconds, in which small ones are long made. (Not
-# where one would be added to a buffer unasked, nor while tracing: no choice may hang on the number of tokens there.)
+# Multiply-adds up to which gradients are made unasked: the question to the engine takes some microseconds, and small gradients are made in
+# less. (Not where one would be added to a buffer unasked, and not while tracing: there no choice may hang on the number of tokens.)
 SMALL = 1 << 16
 
 
@@ -208,10 +208,10 @@ apply_directly: Callable[..., Tensor] = super(torch.autograd.Function, LinearCro
 # ── torch.library ───────────────────────────────────────
 
 _INPUTS = "Tensor hidden, Tensor weight, Tensor target"
-_REST = (  # of Inputs
+_REST = (  # the fields of Inputs behind the first three
     "Tensor? bias, Tensor? class_weight, Tensor? num_valid, str options, int ignore_index, int reduction, int workspace_limit_bytes"
 )
-# Of Inputs, too; a schema's fields keep their places, since caches of compiled graphs do not look at schemas.
+# More of Inputs. A schema's fields keep their places, since caches of compiled graphs do not look at schemas.
 _CHOICE = "int retain=0"
 _ROWS = "Tensor? temperature=None, Tensor? token_weight=None, Tensor? teacher_ids=None, Tensor? teacher_probs=None, str parallel=''"
 
@@ -227,7 +227,7 @@ def _define() -> None:
     if hasattr(torch.ops.flce, "linear_cross_entropy"):
         return
     library = torch.library.Library("flce", "DEF")
-    vars(torch.ops.flce)["_library"] = library  # which takes its operators with it when it goes
+    vars(torch.ops.flce)["_library"] = library  # the library takes its operators with it when it goes
     for name, schema in _SCHEMAS.items():
         library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order))
         way = name.replace("linear_cross_entropy", "_forward").replace("_forward_backward", "_backward")

@@ -1,5 +1,6 @@
-"""What a model's own loss is: its forward is replayed on logits of a few rows, and its loss compared with the cross entropy of these.
-The caller's labels are tried, and others beside them, so that a later batch has no padding or masked sequence that was not tried."""
+"""Finds the formula of a model's own loss: the model's forward is replayed on logits of a few rows, and its loss compared with their cross
+entropy. The caller's labels are tried, and others beside them, so that a later batch has no padding or masked sequence that was not
+tried."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from flce._shared_rows import SharedRows
 from flce._targets import shift_labels
 
 _MASKS = ("attention_mask", "decoder_attention_mask")
-_TOLERANCE = 1e-5  # of the loss: both are of the same logits, in fp64
+_TOLERANCE = 1e-5  # relative to the loss: both are of the same logits, in fp64
 
 
 class Meaning(NamedTuple):
@@ -40,8 +41,8 @@ class _Loss(NamedTuple):
 
 
 class Question(NamedTuple):
-    """What is asked about a step. `replay` runs the model's own forward, given changed arguments and whether its loss function counts, else
-    gives 0."""
+    """A step whose loss is to be understood. `replay` runs the model's own forward, given changed arguments and whether its loss function
+    counts; a loss function that does not count gives 0."""
 
     name: str
     replay: Callable[[Mapping[str, Any], bool], Any]
@@ -52,13 +53,13 @@ class Question(NamedTuple):
     num_items: Tensor | int | None
     ignore_index: int
     decoder: bool  # whether its decoder reads what is made of labels
-    shift: int  # that is tried first
+    shift: int  # the shift that is tried first
     by_hand: bool  # the caller has said so
 
 
 def find(question: Question) -> tuple[Meaning, Tensor]:
-    """What the model's own loss is, and the logits that its forward has made of the output layer's rows. Raises ArgumentError where it is
-    no mean of the cross entropies that flce computes, with both numbers."""
+    """The meaning of the model's own loss, and the logits that its forward has made of the output layer's rows. Raises ArgumentError, with
+    both numbers, where the loss is no mean of the cross entropies that flce computes."""
     losses = [_loss(question, case) for case in _cases(question)]
     masks = [None, *(name for name in _MASKS if any(name in loss.case.changes for loss in losses))]
     for mask in masks:

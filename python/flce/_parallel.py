@@ -41,7 +41,7 @@ class Parallel(NamedTuple):
     sequence: bool  # hidden is this rank's part of the tokens
     vocab_start: int  # label of the first row of this rank's weight; -1: the rows of lower ranks added up
     vocab_size: int  # classes of all ranks; -1: all of their rows
-    all_rows: int  # of all ranks' weights, as a DTensor says it; -1: not known
+    all_rows: int  # rows of all ranks' weights, as a DTensor says it; -1: not known
     reduce_dtype: str  # in which grad_hidden is added up; "": hidden's
     reduce_grad_hidden: bool  # grad_hidden is added up; else this rank's part
     group: str  # name
@@ -71,7 +71,7 @@ def reduce_dtype(parallel: Parallel, hidden: torch.dtype) -> torch.dtype:
 def asked(
     process_group: Any, sequence_parallel: Any, vocab_start: Any, vocab_size: Any, reduce_dtype: Any, reduce_grad_hidden: Any
 ) -> Parallel | None:
-    """What a caller's arguments say; None where the weight is whole. Raises ArgumentError, DTypeError."""
+    """The ranks that a caller's arguments describe; None where the weight is whole. Raises ArgumentError, DTypeError."""
     others = {"vocab_start": vocab_start, "vocab_size": vocab_size, "reduce_dtype": reduce_dtype}
     for name, flag in (("sequence_parallel", sequence_parallel), ("reduce_grad_hidden", reduce_grad_hidden)):
         if not isinstance(flag, bool):
@@ -127,12 +127,12 @@ def group_named(name: str) -> Any:
 
 # ── Between hosts ───────────────────────────────────
 
-_hosts: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # what `_between_hosts` has made, by group
+_hosts: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # groups made by `_between_hosts`, by the caller's group
 _made: dict[str, int] = {}  # how many of a group's name
 
 
 def told_by_hosts(group: Any, numbers: Sequence[int]) -> list[tuple[int, ...]]:
-    """Every rank's numbers of 64 bits, as many on each, in the order of ranks. Waits for the other ranks and for no device."""
+    """Every rank's numbers of 64 bits, in the order of ranks; each rank gives equally many. Waits for the other ranks and for no device."""
     mine = torch.tensor(numbers, dtype=torch.int64, device="cpu")
     everyone = mine.new_empty(group.size() * len(numbers))
     _between_hosts(group)._allgather_base(everyone, mine).wait()
@@ -140,7 +140,8 @@ def told_by_hosts(group: Any, numbers: Sequence[int]) -> list[tuple[int, ...]]:
 
 
 def _between_hosts(group: Any) -> Any:
-    """What has collectives of the host's memory: the group, or for one of NCCL's alone a gloo backend beside it, made at its first call."""
+    """A group with collectives of the host's memory: `group`, or for one of NCCL's alone a gloo backend beside it, made at its first
+    call."""
     if _has_host_memory(group):
         return group
     made = _hosts.get(group)
@@ -171,15 +172,15 @@ def gathered(group: Any, part: Tensor, ranks: int) -> Tensor:
 
 
 def start_gather(group: Any, part: Tensor, ranks: int) -> tuple[Tensor, Any]:
-    """The same, and what to wait for before it is read."""
+    """Starts to gather all ranks' parts along dimension 0. Returns them, and the work to wait for before they are read."""
     part = part.contiguous()
     whole = part.new_empty((ranks * part.shape[0], *part.shape[1:]))
     return whole, _all_gather(whole, part, group=group, async_op=True)
 
 
 def start_sum(group: Any, gradient: Tensor, parallel: Parallel) -> tuple[Tensor, Any]:
-    """Adds up the ranks' gradients [N, D], in place; with sequence parallel this rank's rows of the sum. Returns them, and what to wait for
-    before they are read."""
+    """Adds up the ranks' gradients [N, D], in place; with sequence parallel this rank's rows of the sum. Returns them, and the work to wait
+    for before they are read."""
     if not parallel.sequence:
         return gradient, dist.all_reduce(gradient, group=group, async_op=True)
     mine = gradient.new_empty((gradient.shape[0] // parallel.ranks, gradient.shape[1]))

@@ -16,7 +16,7 @@ from flce.loss import OF_TRAINING, say_once
 
 
 class _Patch:
-    """What a patched model's forward does. In the model's __dict__, by its tap."""
+    """The forward of a patched model. In the model's __dict__, by its tap."""
 
     def __init__(self, model: Any, training_logits: bool, evaluation_logits: bool, options: dict[str, Any]) -> None:
         self.training_logits, self.evaluation_logits = training_logits, evaluation_logits
@@ -128,25 +128,24 @@ def _own_shifting_function(model: Any) -> Any:
 
 def patch(model: Any, *, training_logits: bool = False, evaluation_logits: bool = True, **options: Any) -> Any:
     """Has `model`, a language model of transformers with or without an encoder, compute its loss without logits: in training,
-    `model(input_ids, labels=labels).loss` is what it was, and `.logits` is None.
+    `model(input_ids, labels=labels).loss` keeps its value, and `.logits` is None.
 
     The model's own forward runs up to its output layer; the loss is computed in that layer's forward, where FSDP2 has gathered its weight.
     Without labels, in `generate` and, unless evaluation_logits is False, in evaluation, nothing changes. Parameters, state_dict and
     save_pretrained are as they were. In place; the model may be wrapped by peft, accelerate, DDP or FSDP2 before or after. Returns the
     model. `unpatch` takes it back. A pickled model comes back without the patch, and is patched again.
 
-    At the first step of each kind of call, and where the output layer is another one since, the logits of a few rows and the model's own
+    At the first step of each kind of call, and whenever the output layer has been replaced, the logits of a few rows and the model's own
     loss of them are compared with flce's, inside the step's own forward. Routers' losses, num_items_in_batch, shift_labels and return_dict
-    work as before;
-    with return_dict=False the tuple has no logits.
+    work as before; with return_dict=False the tuple has no logits.
 
     Args:
         model: or a wrapper round it. Patched once more, it has the new options.
         training_logits: True: training gives logits as before, and nothing is saved.
         evaluation_logits: False: in evaluation, and under no_grad, a call with labels gives the loss and no logits either.
-        options: those of `flce.LinearCrossEntropyLoss`. shift, logit_scale and softcap are the model's own where they are not given. What
-            is trained on is for training alone: in evaluation the loss is the model's own, with or without logits, and has no
-            label_smoothing, z_loss, class_weight, temperature or dft. class_weight goes with calls that have no num_items_in_batch.
+        options: those of `flce.LinearCrossEntropyLoss`. shift, logit_scale and softcap are the model's own where they are not given.
+            label_smoothing, z_loss, class_weight, temperature and dft are for training alone: in evaluation the loss, with or without
+            logits, is the model's own. class_weight goes with calls that have no num_items_in_batch.
 
     Raises ArgumentError for a model without an output layer that has a weight, or tuned by virtual tokens; at the first
     step for one whose own logits or loss are other ones, with the difference, its likely cause and how to say it by hand.

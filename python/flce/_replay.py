@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from flce import errors
 from flce._shared_rows import SharedRows
 
-# What a module may be given in another way where the model is given labels, and computes the same from.
+# Arguments that a module may get in another form where the model has labels, with the same result.
 _OF_NO_ACCOUNT = ("num_items_in_batch", "shift_labels", "return_dict", "use_cache", "ignore_index", "cache", "past_key_values")
 
 
@@ -110,8 +110,8 @@ class Recording:
     def replay(
         self, forward: Callable[..., Any], logits: SharedRows, arguments: Mapping[str, Any], changes: Mapping[str, Any] | None = None
     ) -> Any:
-        """What forward(**arguments) returns where modules answer as they did and the output layer gives `logits`. `changes` are arguments
-        to give instead; without them, modules must be given what they were given when they ran. Raises ArgumentError otherwise."""
+        """Result of forward(**arguments) where modules answer as they did and the output layer gives `logits`. `changes` are arguments to
+        give instead; without changes, modules must get the same arguments as when they ran. Raises ArgumentError otherwise."""
         changes = changes or {}
         self._left, self._logits, self._compares = list(self.calls), logits, not changes
         self._instead = [(arguments.get(name), value) for name, value in changes.items() if arguments.get(name) is not None]

@@ -1,9 +1,9 @@
-"""What forward leaves to backward so that it need not compute the logits again: where it lies, who has it, and how long.
+"""Logits, or their exponentials, that forward leaves to backward, which then need not compute them again: place, owner and lifetime.
 
-It rides on the tensor that autograd saves anyway, the statistics of forward (lse), as an attribute. So it lives as long as that tensor,
-held by an eager node, a compiled graph, a checkpoint's second forward. A hook that puts another tensor in its place (one that
-offloads or drops what is saved, or writes it to a file) leaves it behind, and backward computes the logits again: what it does not find is
-never wrong.
+They ride as an attribute on the tensor that autograd saves anyway, the statistics of forward (lse). They live as long as that tensor, held
+by an eager node, a compiled graph, a checkpoint's second forward. A hook that puts another tensor in its place (one that offloads, drops or
+writes the saved tensors to a file) loses the attribute, and backward computes the logits again: a lost attribute costs time and changes no
+result.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ def within(choice: bool | None, memory: MemoryBudget) -> int:
 
 
 class Choice(NamedTuple):
-    """What the library chooses for one forward."""
+    """The library's choice for one forward."""
 
     lent: bool  # in the memory of the weight's gradient; else in memory of its own
     size: int  # bytes; 0: nothing is retained
 
 
 class Choices:
-    """What the library chooses for one kernel and number of tokens, asked once for each limit."""
+    """The library's choices for one kernel and number of tokens, asked once for each limit."""
 
     __slots__ = ("_kernel", "_known", "_num_tokens", "_workspace_bytes")
 
@@ -71,7 +71,7 @@ class Choices:
 
     @property
     def workspace_bytes(self) -> int:
-        """Of the pass that takes the most."""
+        """Scratch bytes of the pass that takes the most."""
         if not self._workspace_bytes:
             self._workspace_bytes = max(self._kernel.workspace_bytes(self._num_tokens, backward=backward) for backward in (False, True))
         return self._workspace_bytes
@@ -131,7 +131,7 @@ class Alive:
 
 
 class Retained:
-    """What one forward left, or only that it is alive."""
+    """Memory that one forward left, or only the note that the forward is alive."""
 
     __slots__ = (
         "__weakref__",
@@ -166,8 +166,8 @@ class Retained:
 
     @contextmanager
     def taken(self, kernel: LoadedKernel, given: Inputs, *, weight: bool) -> Iterator[tuple[Tensor | None, bool]]:
-        """For one backward: (the memory or None, whether the weight's gradient is to be written over it). Lent memory that has been written
-        over is gone, and what was in it; whatever fails meanwhile, it counts as gone too."""
+        """The memory for one backward, or None, and whether the weight's gradient is to be written over it. Lent memory that has been
+        written over is gone with its contents; after any failure meanwhile it counts as gone, too."""
         memory = None
         if kernel is self._kernel and _addresses(given) == self._addresses:
             try:
@@ -216,12 +216,12 @@ class Retained:
         """A copy of the tensor has none of it."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Nor has what pickle or torch.save write of the tensor: an empty dictionary is there, which weights_only reads too."""
+        """Pickle and torch.save write none of it: an empty dictionary is there, which weights_only reads too."""
         return OrderedDict, ()
 
 
 def _addresses(given: Inputs) -> tuple[int, int, int, int]:
-    """Of what the retained depends on."""
+    """Addresses of the tensors that the retained numbers depend on."""
     temperature = given.temperature
     return given.hidden.data_ptr(), given.weight.data_ptr(), given.target.data_ptr(), 0 if temperature is None else temperature.data_ptr()
 

@@ -28,7 +28,7 @@ def run(
     grad_weight_out: Tensor | None = None,
     teacher: tuple[Tensor, Tensor] | None = None,
 ) -> Any:
-    """As _call.run. `parallel_arguments`: those of `_parallel.asked`."""
+    """Runs `_call.run` for a layer over ranks. `parallel_arguments`: the arguments of `_parallel.asked`."""
     parallel = _asked(parallel_arguments)
     check_tensors(hidden=hidden, weight=weight, target=target)
     hidden, dimension = _local_hidden(hidden, target, parallel)
@@ -62,7 +62,7 @@ def _asked(parallel_arguments: tuple[Any, ...]) -> Parallel:
 
 
 def local_rows(parallel_arguments: tuple[Any, ...], given: dict[str, Any]) -> list[Any]:
-    """What every rank has of all tokens, by name, as plain tensors."""
+    """Tensors that every rank has for all tokens, by name, as plain tensors."""
     parallel = _asked(parallel_arguments)
     return [_local_whole(name, tensor, parallel) for name, tensor in given.items()]
 
@@ -129,7 +129,7 @@ def _local_shard(name: str, tensor: Tensor, parallel: Parallel) -> Tensor:
 
 
 def _local_whole(name: str, tensor: Any, parallel: Parallel) -> Any:
-    """What every rank has whole."""
+    """A tensor that every rank has whole, as a plain one."""
     if not isinstance(tensor, Tensor) or not is_dtensor(tensor):
         return tensor
     placements = tensor.placements  # type: ignore[attr-defined]
@@ -142,7 +142,7 @@ def _local_whole(name: str, tensor: Any, parallel: Parallel) -> Any:
 
 
 def _mesh_dimension(name: str, tensor: Any, parallel: Parallel) -> int:
-    """That of the DTensor's mesh whose ranks are those of the process group."""
+    """The dimension of the DTensor's mesh whose ranks are the process group's."""
     mesh = tensor.device_mesh
     for dimension in range(mesh.ndim):
         if mesh.get_group(dimension).group_name == parallel.group:

@@ -60,7 +60,7 @@ class ShardFrame(Frame):
         self.merge_bytes = _native.workspace_bytes(kernel._handle, num_tokens, _native.MERGE)
 
     def retain(self, args: Any, memory: Tensor | None, *, lent: bool = False) -> None:
-        """As Frame.retain. Of the weight's gradient the rows of classes are lent, not those of padding."""
+        """Points the next call to shared memory. The weight's gradient lends its rows of classes, not its rows of padding."""
         super().retain(args, memory, lent=lent)
         if lent and memory is not None:
             shard = self.kernel.shard  # type: ignore[attr-defined]
@@ -95,7 +95,7 @@ class ShardKernel(_kernels.LoadedKernel):
         return saved.contiguous()
 
     def choose_retained(self, num_tokens: int, *, workspace_limit_bytes: int = 0, lend_grad_weight: bool = True) -> _retain.Choice:
-        """As of a whole layer, for this rank's classes."""
+        """Chooses as for a whole layer, for this rank's classes."""
         place, size = _native.choose_retained(
             self._handle, num_tokens, workspace_limit_bytes, lend_grad_weight, _retain.LEAST_WORK, self.shard.classes
         )
@@ -107,7 +107,7 @@ class ShardKernel(_kernels.LoadedKernel):
         kept = frame.inputs(frame.forward, self._gathered(group, given))  # noqa: F841  # alive until the calls are made
         frame.merge.num_valid = frame.forward.num_valid
         num_tokens = frame.num_tokens
-        retained = self.prepare_retained(frame, given)  # which is known again by the hidden states that backward is given
+        retained = self.prepare_retained(frame, given)  # known again by the hidden states that backward is given
         partial_sums = self.new_floats((self.fields, num_tokens))
         frame.partial_sums.data = partial_sums.data_ptr()
         self.run(self.forward_function, frame.forward_address, frame.forward_bytes)
@@ -135,8 +135,8 @@ class ShardKernel(_kernels.LoadedKernel):
         lent: bool = False,
         entropy: bool = True,
     ) -> None:
-        """As LoadedKernel.backward; grad_hidden is the sum over ranks, which all of them have to ask for, unless `parallel` says that it is
-        this rank's part."""
+        """Runs backward of this rank's shard. grad_hidden is the sum over ranks, which all of them have to ask for, unless `parallel` says
+        that it is this rank's part."""
         group = _parallel.group_named(self.parallel.group)
         reduces = grad_hidden is not None and self.parallel.reduce_grad_hidden
         gather = None

@@ -20,9 +20,9 @@ _SAME = frozenset((_aten.clone.default, _aten.alias.default, _aten.detach.defaul
 
 
 class SharedRows(Tensor):
-    """Logits [..., V]: position p has the row `rows[places[p]]`. `rows` [K, V] are in fp64, whatever dtype the logits say, so that a loss
-    of 16-bit logits has no rounding of its own. Functions that are not followed get whole logits where these are few, and raise
-    ArgumentError where they are many or are changed in place."""
+    """Logits [..., V]: position p has the row `rows[places[p]]`. `rows` [K, V] are in fp64 for every dtype of the logits, so that a loss of
+    16-bit logits has no rounding of its own. Functions that are not followed get whole logits where these are few, and raise ArgumentError
+    where they are many or are changed in place."""
 
     rows: Tensor
     places: Tensor

@@ -75,7 +75,7 @@ def _check_shift(target: Tensor, shift: int, cu_seqlens: Tensor | None) -> None:
 
 
 def _check_length(target: Tensor, shift: int, *, packed: bool) -> None:
-    """Refuses a shift that leaves no label whatever the labels are. Where packed sequences end only the device knows, and it is not waited
+    """Refuses a shift that leaves no label for any labels. The ends of packed sequences are known to the device alone, which is not waited
     for."""
     length = target.numel() if packed else target.shape[-1]
     if 0 < length < shift:
@@ -128,13 +128,14 @@ def refuse_impossible_teachers(target: Tensor, teacher_ids: Tensor, teacher_prob
 
 
 def shift_labels(labels: Tensor, shift: int = 1, *, ignore_index: int = -100, cu_seqlens: Tensor | None = None) -> Tensor:
-    """What each position has to predict: the label `shift` positions later in the same sequence, ignore_index where there is none.
+    """The label that each position has to predict: the one `shift` positions later in the same sequence, ignore_index where there is none.
 
     labels [..., S] are sequences along the last dimension. With cu_seqlens [num_sequences + 1] (non-decreasing, from 0) labels are one row
-    of packed sequences, sequence i at cu_seqlens[i] to cu_seqlens[i + 1]; what lies past the last is ignored. Where cu_seqlens begins with
-    another number or decreases, on a CPU it raises; on a GPU, and in compiled code, every label is one that no vocabulary has, which
-    `check_labels` reports. Returns a new tensor of labels' shape and dtype (int64 for an ignore_index that labels' dtype cannot hold).
-    Raises ArgumentError, also for a shift that is more than the length of labels that are there, ShapeError, DTypeError, PlacementError.
+    of packed sequences, sequence i at cu_seqlens[i] to cu_seqlens[i + 1]; labels past the last sequence are ignored. Where cu_seqlens
+    begins with another number or decreases, on a CPU it raises; on a GPU, and in compiled code, every label is one that no vocabulary has,
+    which `check_labels` reports. Returns a new tensor of labels' shape and dtype (int64 for an ignore_index that labels' dtype cannot
+    hold). Raises ArgumentError, also for a shift that is more than the length of labels that are there, ShapeError, DTypeError,
+    PlacementError.
     """
     check_tensors(target=labels, cu_seqlens=cu_seqlens)
     check_target_dtype(labels)

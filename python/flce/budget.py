@@ -45,7 +45,7 @@ class MemoryBudget:
             raise errors.ArgumentError(f"limit_bytes is {limit_bytes!r}; it must be a positive number of bytes, below 2^63")
         self.limit_bytes = limit_bytes
         self.number = next(_numbers)  # by which operators know it
-        self._workspace_bytes = 0  # of the call that took the most
+        self._workspace_bytes = 0  # scratch of the call that took the most
         # By the id of what holds them, in order of age. An entry is taken away without the lock: the garbage collector may end a loss's
         # life on a thread that has it.
         self._held: dict[int, tuple[weakref.ref[Retained], int]] = {}
@@ -54,7 +54,7 @@ class MemoryBudget:
 
     @property
     def held_bytes(self) -> int:
-        """What forwards have left to backwards that are still to come."""
+        """Bytes that forwards have left to backwards that are still to come."""
         return sum(size for _, size in list(self._held.values()))
 
     @contextmanager

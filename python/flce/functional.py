@@ -1,4 +1,4 @@
-"""`linear_cross_entropy`, `linear_logprobs` and `linear_topk_distillation`: what everything else in this package, and most callers, use."""
+"""`linear_cross_entropy`, `linear_logprobs` and `linear_topk_distillation`: the functions that most callers, and all else here, use."""
 
 from __future__ import annotations
 
@@ -101,9 +101,9 @@ def linear_cross_entropy(
         reduction: "none" gives [...], 0 for ignored rows; "sum", "mean" and "weighted_mean" a scalar. All fp32. "mean" divides by the
             number of valid rows, "weighted_mean" by the sum of their token_weight; with class_weight cross entropies are divided by the sum
             of these, each times its class's weight, and z-losses as without. With no valid row, loss and gradients are 0.
-        num_valid_tokens: what "mean" divides by: a number or a one-element tensor (fp32, int32, int64) on hidden's device, such as the
-            count of all microbatches. None: this call's own, counted on the device. With class_weight that is the sum of valid rows' class
-            weights, and z_loss has another divisor, so that a number beside both is an ArgumentError.
+        num_valid_tokens: divisor of "mean": a number or a one-element tensor (fp32, int32, int64) on hidden's device, such as the count of
+            all microbatches. None: the count of this call, made on the device. With class_weight this call's divisor is the sum of valid
+            rows' class weights, and z_loss has another one, so that a number beside both is an ArgumentError.
         shift: 0 for targets that are aligned already, 1 for labels as a tokenizer gives them: position t predicts target[t + shift] of the
             same sequence, and the last `shift` positions of each are ignored. Sequences lie along target's last dimension, or, with
             cu_seqlens [num_sequences + 1], one behind the other in the flattened target; that dimension, or the flattened target, is 0 or
@@ -118,20 +118,20 @@ def linear_cross_entropy(
             row as hidden does, so `shift` does not move it. Ignored rows may hold anything. It gets no gradient: where one is wanted,
             multiply the losses of reduction="none".
         dft: a row's loss is multiplied by the target's probability, which counts as a constant (dynamic fine-tuning, arXiv 2508.05629).
-        batch_invariant: a row's loss (reduction "none"), lse, log-probability and entropy, and its row of hidden's gradient where what
-            reaches it from above is the same, have the same bits whatever the number of rows is, where among them it stands, and what
-            the others hold. On a CPU and, with bf16, on a Hopper GPU; elsewhere a PlanError. On a GPU nothing is left to backward, which
-            computes logits again.
+        batch_invariant: a row's loss (reduction "none"), lse, log-probability and entropy, and its row of hidden's gradient where the
+            gradient from above is the same, have the same bits for every number of rows, every place of the row among them, and all
+            contents of the others. On a CPU and, with bf16, on a Hopper GPU; elsewhere a PlanError. On a GPU nothing is left to backward,
+            which computes logits again.
         return_top1, return_log_sum_sq_probs: also return the class of the largest logit (the first of equal ones), int64, -1 for ignored
             rows, and log Σ p² over the softmax, fp32, 0 for ignored rows: [...], not differentiable.
         workspace_limit_bytes: the most memory that this call takes beyond its inputs, outputs and their gradients, in forward and backward:
-            scratch, backward's fp32 sum of hidden's gradient (4·N·D bytes) and what forward leaves to backward so that logits need not be
-            computed again. None: 64 MiB + 4·N·D, with nothing left. Every loss that waits for its backward holds its own, unless this is
-            a `flce.MemoryBudget`, which limits all of its calls together. Any number is allowed: memory beyond what is of use is not
+            scratch, backward's fp32 sum of hidden's gradient (4·N·D bytes), and memory that spares backward the logits. None: 64 MiB +
+            4·N·D, with nothing left to backward. Every loss that waits for its backward holds its own memory, unless this is a
+            `flce.MemoryBudget`, which limits all of its calls together. Any number is allowed: memory beyond the useful amount is not
             taken.
-        retain_in_grad_weight: whether forward may already allocate weight's gradient and leave there what spares backward logits. None:
-            where one loss at a time waits for its backward, as far as was seen so far, and not while a CUDA graph is captured. On a GPU
-            gradients are rounded once more where they come from what was left; on a CPU their bits are the same.
+        retain_in_grad_weight: whether forward may already allocate weight's gradient and leave logits there for backward. None: where one
+            loss at a time waits for its backward, as far as was seen so far, and not while a CUDA graph is captured. On a GPU gradients are
+            rounded once more where they come from retained logits; on a CPU their bits are the same.
         grad_weight_out: [V, D] of weight's dtype or fp32: backward adds weight's gradient to it, and autograd gets none for weight
             (`weight.grad` itself, or a trainer's main_grad). Contiguous (where weight is the view `w.t()` of a contiguous [D, V]: such a
             view), at a multiple of 16 bytes, D a multiple of 8; a slice of a flat buffer will do, rows or columns of a larger tensor will
@@ -141,8 +141,8 @@ def linear_cross_entropy(
             weight, bias and class_weight are then this rank's part, plain tensors or DTensors with Shard(0), of any number of rows; target
             and all else of tokens is the same on every rank. All ranks call together. Outputs are the same bits on every rank; hidden's
             gradient is the sum over ranks, weight's is this rank's part. See docs/tensor-parallel.md.
-        sequence_parallel: hidden is this rank's part of the tokens: of the one dimension in which target is as many times as large as there
-            are ranks. It is gathered in forward and again in backward, and its gradient is this rank's part.
+        sequence_parallel: hidden is this rank's part of the tokens: in one dimension, target's size is hidden's times the number of ranks.
+            hidden is gathered in forward and again in backward, and its gradient is this rank's part.
         vocab_start: the label of weight's first row. None: the rows of lower ranks, added up, as ranks tell each other before each
             forward.
         vocab_size: classes of the whole layer; rows at and past it are padding and get no gradient. None: all ranks' rows.
@@ -310,16 +310,16 @@ def linear_topk_distillation(
     sparse teacher up to the teacher's entropy, without the logits in memory.
 
     Args:
-        teacher_ids: [..., K] int64 or int32, K from 1 to 256: classes in any order, -1 for none. What equal ids have adds up. Another
+        teacher_ids: [..., K] int64 or int32, K from 1 to 256: classes in any order, -1 for none. Probabilities of equal ids add up. Another
             number outside the vocabulary counts as none, and `check_labels` reports its row.
         teacher_probs: [..., K] of a floating dtype (computed with in fp32), with no gradient. Taken as they are: they need not add up to 1,
-            so what a top-k cuts off is left out (divide by their sum for another meaning). 0 adds nothing, also where p is 0; a NaN makes
-            its row's loss and gradients NaN. A row with a negative one (a log-probability) or one above 1 counts as ignored, and
-            `check_labels` reports it. Those at no class are not read.
+            so the mass beyond the top K is left out (divide by their sum for another meaning). 0 adds nothing, also where p is 0; a NaN
+            makes its row's loss and gradients NaN. A row with a negative one (a log-probability) or one above 1 counts as ignored, and
+            `check_labels` reports it. Probabilities at id -1 are not read.
         target: [...] int64 or int32, as in `linear_cross_entropy`. Rows that are ignored there count for nothing here, the teacher's part
-            included; with hard_weight 0 that is all that a target says. None: rows whose ids are all -1 are ignored, all others take part.
+            included; with hard_weight 0 a target says no more than this. None: rows whose ids are all -1 are ignored, all others take part.
         hard_weight: 0 to 1, the share of the target's cross entropy (label_smoothing included). It needs a target where it is not 0.
-        shift, cu_seqlens: move the target, as in `linear_cross_entropy`. What a teacher says of a position is about the same position's
+        shift, cu_seqlens: move the target, as in `linear_cross_entropy`. A teacher's numbers at a position are about the same position's
             softmax, so that teacher_ids and teacher_probs stay where they are.
         return_lse, return_entropy: as there. return_teacher_logprobs: also return log p(id_k), [..., K] fp32, 0 at no class and for ignored
             rows, not differentiable.

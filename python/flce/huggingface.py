@@ -19,7 +19,7 @@ from flce._shared_rows import SharedRows
 from flce._targets import shift_labels
 from flce.loss import LinearCrossEntropyLoss, LossOptions
 
-_MOST_SEQUENCES = 8  # whose logits a loss is compared on
+_MOST_SEQUENCES = 8  # sequences whose logits a loss is compared on
 _BY_HAND = (
     "state the head's maths by hand, CausalLMLoss(model, logit_scale=..., softcap=...) for softcap · tanh(logit_scale · (hidden · weightᵀ "
     "+ bias) / "
@@ -52,14 +52,13 @@ def return_hidden_states(model: Any) -> Any:
     In place; parameters and state_dict stay as they are. A model that is wrapped by peft, before or after, trains its adapters. Returns the
     model.
 
-    What it returns then is a mapping, whatever return_dict says: last_hidden_state [batch, sequence, hidden_size]; auxiliary_loss, a
-    scalar, where the model's own forward adds something to its loss (routers' balance losses); the model's own fields but for loss and
-    logits; and what `CausalLMLoss` needs besides. Labels that are passed are not used.
+    The mapping that it then returns, for any return_dict: last_hidden_state [batch, sequence, hidden_size]; auxiliary_loss, a scalar, where
+    the model's own forward adds something to its loss (routers' balance losses); the model's own fields but for loss and logits; and the
+    inputs of `CausalLMLoss`. Labels that are passed are not used.
 
     Raises:
-        ArgumentError: model has no output embeddings with a weight [V, D], or is tuned by virtual tokens, here; its forward does not call
-        its output
-            layer once, at the first step.
+        ArgumentError: here, where model has no output embeddings with a weight [V, D], or is tuned by virtual tokens; at the first step,
+            where its forward does not call its output layer once.
     """
     inner = check_model(model)
     _head_tap.forget_unpickled(inner)
@@ -112,8 +111,8 @@ def options_of(config: Any) -> dict[str, Any]:
 
 
 def _alternatives(config: Any, given: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """What else the config's numbers may mean, for options that are not given: the same name is a factor here, a divisor there, or applied
-    to the hidden states already."""
+    """Other meanings of the config's numbers, for options that are not given: one name is a factor here, a divisor there, or applied to the
+    hidden states already."""
     config = getattr(config, "get_text_config", lambda: config)()
     guess = options_of(config)
     scales, caps = [guess.get("logit_scale")], [guess.get("softcap")]
@@ -152,7 +151,7 @@ class CausalLMLoss:
         self.loss = LinearCrossEntropyLoss(self._model.get_output_embeddings, **({"shift": 1} | options_of(self._model.config) | keywords))
         self.loss.head_is_compared = True
         self._compared_head: Any = None
-        self._meanings: dict[Any, Meaning] = {}  # of the model's own loss, by kinds of calls
+        self._meanings: dict[Any, Meaning] = {}  # meanings of the model's own loss, by kinds of calls
         tap = _head_tap.of(self._model)
         if tap is not None:
             tap.kinds = ()
@@ -169,7 +168,7 @@ class CausalLMLoss:
         hidden: Tensor = outputs["last_hidden_state"]
         dtype = outputs.get("autocast_dtype")
         autocast = contextlib.nullcontext() if dtype is None else torch.autocast(hidden.device.type, dtype=dtype)
-        with autocast:  # as the output layer would have run: accelerate returns a forward's outputs in fp32
+        with autocast:  # the output layer's own autocast: accelerate returns a forward's outputs in fp32
             _arguments.refuse_dtensor("the output layer's weight", self.loss.weight)
             check_labels_shape(_on(hidden.device, labels), hidden, {})
             self.compare(outputs, labels)
@@ -430,8 +429,8 @@ def _own_shift(model: Any) -> int:
 
 
 def _likely_cause(own: Tensor, plain: Tensor) -> str:
-    """What the model may do with its output layer's logits, in words. Rows are pairs: as they come, and at a length that makes logits
-    large."""
+    """The likely use that the model makes of its output layer's logits, in words. Rows are pairs: as they come, and at a length that makes
+    logits large."""
     if own.isnan().any() or own.isinf().any():
         return "some of its own are not finite, as where classes are masked"
     low, high = (((own[..., row, :] * plain[..., row, :]).sum() / plain[..., row, :].square().sum()).item() for row in (0, 1))

@@ -209,8 +209,8 @@ def _run(
 
 @contextmanager
 def _lost_in_callbacks() -> Iterator[list[Any]]:
-    """What ctypes loses meanwhile: exceptions that leave a callback, as a signal's handler raises them before the callback's first line or
-    behind its last. The list grows without a line of Python, where the next signal might come. Others are told to the hook afterwards."""
+    """Collects exceptions that ctypes loses meanwhile: they leave a callback, as a signal's handler raises them before the callback's first
+    line or behind its last. The list grows without a line of Python, where the next signal might come. Others go to the hook afterwards."""
     lost: list[Any] = []
     if threading.current_thread() is not threading.main_thread():  # where signals are handled
         yield lost

@@ -129,7 +129,7 @@ def warmup(
     num_tokens: of the calls that will follow, the rows of hidden, one number or several; a layer's own `num_tokens` comes before it. None:
         any number, so a kernel for each token bucket whose plan differs (docs/tuning.md), which may take several times as long. With a
         layer's workspace_limit_bytes name the numbers: the limit holds for them.
-    strict: as for `get_kernel`; afterwards, what was warmed up is found whatever `set_strict` or FLCE_STRICT say."""
+    strict: as for `get_kernel`; afterwards, kernels that were warmed up are found for any `set_strict` and FLCE_STRICT."""
     kernels: dict[Kernel, None] = {}  # in order
     if isinstance(layers, Mapping) or not isinstance(layers, Iterable):
         raise errors.ArgumentError(f"layers is a {type(layers).__name__}; it must be a list of layers, each a mapping: warmup([layer])")
@@ -190,14 +190,14 @@ def explain(
 
 
 def cache_statistics() -> dict[str, Any]:
-    """What this process's kernel caches did: {"compiled": artifacts compiled, "tiers": {tier: {"hits", "misses", "faults", "stored"}}} with
-    the tiers memory, local (the directory), packs and remote."""
+    """Counts of this process's kernel caches: {"compiled": artifacts compiled, "tiers": {tier: {"hits", "misses", "faults", "stored"}}}
+    with the tiers memory, local (the directory), packs and remote."""
     return _kernels.statistics()
 
 
 def check_labels() -> None:
     """Waits for all work on all streams of the devices that flce has used, and raises LabelError if any call since the last check met a
-    label that is neither ignore_index nor in the vocabulary, or a teacher's id that is neither -1 nor in it. Not while a CUDA graph is
+    label that is outside the vocabulary and not ignore_index, or a teacher's id that is outside it and not -1. Not while a CUDA graph is
     being captured: nothing can be waited for then.
 
     Such rows were computed as ignored ones, and such an id as none. `LabelError.row` is the smallest row of the flattened (and, with shift,

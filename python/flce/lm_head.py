@@ -72,9 +72,9 @@ class FusedLMHead(nn.Linear):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, *, shift: int = 0, ignore_index: int = -100, **options: Any) -> FusedLMHead:
-        """The same layer, with the parameters of `linear`, not copies of them: a tied embedding stays tied, and an optimizer that has them
-        goes on. `model.set_output_embeddings(FusedLMHead.from_linear(model.get_output_embeddings()))`. Raises ArgumentError for a layer
-        that is not a plain nn.Linear: adapters, quantised and sharded layers compute something else."""
+        """Makes a FusedLMHead of a plain layer, with the parameters of `linear`, not copies of them: a tied embedding stays tied, and an
+        optimizer that has them goes on. `model.set_output_embeddings(FusedLMHead.from_linear(model.get_output_embeddings()))`. Raises
+        ArgumentError for a layer that is not a plain nn.Linear: adapters, quantised and sharded layers compute something else."""
         if type(linear) is not nn.Linear:
             raise errors.ArgumentError(
                 f"linear is a {_heads.kind_of(linear)}; from_linear takes a plain torch.nn.Linear. For a layer with a LoRA adapter use "

@@ -46,7 +46,7 @@ _said: set[str] = set()
 
 @runtime_checkable
 class FusedOutputLoss(Protocol):
-    """What a trainer asks of a loss that contains the output layer."""
+    """Protocol of a loss that contains the output layer, as a trainer uses it."""
 
     def __call__(self, hidden_states: Tensor, labels: Tensor) -> Tensor:
         """The loss of hidden_states [batch, sequence, hidden_size] against labels [batch, sequence], unshifted: of flce's losses those that
@@ -276,7 +276,7 @@ class LinearCrossEntropyLoss:
         )
 
     def _impl_for(self, hidden_states: Any) -> str:
-        """What computes this call: "auto" does not take flce for hidden states that flce refuses and "pytorch" takes."""
+        """Implementation that computes this call: "auto" does not take flce for hidden states that flce refuses and "pytorch" takes."""
         if self.requested_impl == "auto" and self.actual_impl == "flce" and isinstance(hidden_states, Tensor):
             device, dtype = hidden_states.device, hidden_states.dtype
             if device.type not in _arguments.DEVICE_TYPES or dtype == torch.float64:
@@ -302,7 +302,7 @@ class LinearCrossEntropyLoss:
         return _chunked.transform_logits(logits, self.options.get("logit_scale"), self.options.get("softcap"))
 
     def with_shift(self, shift: int) -> LinearCrossEntropyLoss:
-        """The same loss for labels that are shifted by `shift`; options are shared."""
+        """Returns this loss for labels that are shifted by `shift`; options are shared."""
         if shift == self.shift:
             return self
         other = copy.copy(self)
@@ -310,7 +310,7 @@ class LinearCrossEntropyLoss:
         return other
 
     def with_ignore_index(self, ignore_index: int) -> LinearCrossEntropyLoss:
-        """The same loss with another label that counts for nothing; options are shared."""
+        """Returns this loss with another label that counts for nothing; options are shared."""
         other = copy.copy(self)
         other.ignore_index = check_ignore_index(ignore_index)
         return other
@@ -323,7 +323,7 @@ class LinearCrossEntropyLoss:
         return other
 
     def num_valid(self, labels: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
-        """What the mean divides by: how many labels the loss counts, after the shift, an int64 scalar on labels' device, not waited for;
+        """Divisor of the mean: how many labels the loss counts, after the shift, an int64 scalar on labels' device, not waited for;
         with class_weight the sum of their class weights, fp32. Where the layer lies over ranks, labels past its end count as well, unless
         vocab_size says where that is; `check_labels` reports them. Raises ArgumentError for class weights that lie over ranks."""
         targets = targets_of(labels, self.shift, ignore_index=self.ignore_index, cu_seqlens=cu_seqlens)
@@ -349,7 +349,7 @@ class LinearCrossEntropyLoss:
 
 
 def _parallel_of(options: Mapping[str, Any]) -> _parallel.Parallel | None:
-    """What a loss's options say of ranks over which its layer lies."""
+    """The ranks over which a loss's layer lies, from its options."""
     group, start, size = options.get("process_group"), options.get("vocab_start"), options.get("vocab_size")
     sequence, summed = options.get("sequence_parallel", False), options.get("reduce_grad_hidden", True)
     return _parallel.asked(group, sequence, start, size, options.get("reduce_dtype"), summed)

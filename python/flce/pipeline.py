@@ -27,8 +27,8 @@ class PipelineFusedLoss(LinearCrossEntropyLoss):
         logits = loss.forward_logits(hidden)
 
     The head's weight stays a parameter of the stage's module; the loss borrows it, so its gradient is scaled, clipped, sharded and saved
-    with the others. A microbatch in flight costs its hidden states, lse and targets, and what the option memory_limit_bytes allows all of
-    them together: with it, microbatches leave to their backwards what spares these the logits, as many as there is room for.
+    with the others. A microbatch in flight costs its hidden states, lse and targets, and, with the option memory_limit_bytes, its share of
+    that limit: as many microbatches as fit leave logits to their backwards.
 
     Normalisation: by the number that `normalize_by` was given (build the schedule with scale_grads=False: the losses and gradients of the
     microbatches add up), or, without one, each microbatch by its own valid labels (scale_grads=True then averages the means, which is

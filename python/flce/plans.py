@@ -59,7 +59,7 @@ def _mismatch(digests: list[str], plans: list[list[tuple[str, str]]]) -> errors.
     ranks: dict[str, list[int]] = {}
     for rank, digest in enumerate(digests):
         ranks.setdefault(digest, []).append(rank)
-    # What the largest part has is what the others are held against.
+    # Every rank is held against the largest group of ranks with one plan.
     most = max(ranks.values(), key=len)
     common = set(plans[most[0]])
     lines = [f"ranks would compute with different plans; {_named(most)}: {_listed(plans[most[0]])}"]

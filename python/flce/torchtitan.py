@@ -186,7 +186,7 @@ class _Handed(torch.autograd.Function):
 
 
 def _anchor(hidden: Tensor) -> Tensor | None:
-    """What makes the loss of frozen hidden states one that backward can be called on."""
+    """A zero with a gradient: added to a loss of frozen hidden states, it lets backward be called on that loss."""
     return None if hidden.requires_grad else torch.zeros((), device=hidden.device, requires_grad=True)
 
 
@@ -226,7 +226,7 @@ def check_head(head: Any) -> None:
 
 
 def product_of(head: Any, hidden: Tensor) -> Product:
-    """What `head` multiplies, read from it now.
+    """The factors that `head` multiplies, read from it now.
 
     A LoRA layer makes hidden · weightᵀ + scaling · (hidden · Aᵀ) · Bᵀ, which is one product of [hidden, scaling · hidden · Aᵀ] and
     [weight, B]. It takes a copy of the weight.
@@ -251,7 +251,7 @@ def _forward_class(head: Any) -> tuple[type, type]:
 
 
 def _is_lora(head: Any) -> bool:
-    """Of torchtitan.components.lora, over a plain Linear."""
+    """Whether `head` is a LoRA layer of torchtitan.components.lora over a plain Linear."""
     if not isinstance(head, nn.Linear) or type(head).forward.__module__ != "torchtitan.components.lora":
         return False
     plain = _forward_class(head)[1] is nn.Linear
