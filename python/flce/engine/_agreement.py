@@ -1,4 +1,4 @@
-"""What the ranks of a pipeline tell each other beside hidden states: whether they were called alike, and which stage failed."""
+"""Messages between a pipeline's ranks beside hidden states: whether they were called alike, and which stage failed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _TIED = 4  # numbers of a row for each end of the pipeline that may have a tied 
 
 
 class Agreed(Exception):  # noqa: N818
-    """What ends a call on every rank alike, and leaves the engine usable."""
+    """An error that ends a call on every rank alike, and leaves the engine usable."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(str(error))
@@ -48,10 +48,10 @@ def digest(text: str) -> int:
 
 @dataclass(frozen=True)
 class Stepping:
-    """What copies of a parameter are stepped with. Copies that start alike stay so where it is the same.
+    """Settings by which copies of a parameter are stepped. Copies that start alike stay alike where these are the same.
 
-    settings: of the engine. copy: what this rank's data-parallel copies must have alike, by what it is. tied: the same of a tied weight, by
-    stage. weights: tied weights whose values are to be compared, by stage.
+    settings: the engine's. copy: settings that this rank's data-parallel copies must have alike, by name. tied: settings of a tied weight,
+    by stage. weights: tied weights whose values are to be compared, by stage.
     """
 
     settings: Mapping[str, Any]
@@ -62,8 +62,8 @@ class Stepping:
 
 @dataclass(frozen=True)
 class Call:
-    """What ranks must be called with alike: its parts, in the order of WHAT; ids are compared by a checksum. stepping: of a call that
-    trains."""
+    """Arguments that ranks must be called with alike: its parts, in the order of WHAT; ids are compared by a checksum. stepping: for a call
+    that trains."""
 
     kind: str
     num_micro_batches: int
@@ -98,7 +98,7 @@ def differing(told: Sequence[Mapping[str, Any]]) -> str | None:
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """Of a tensor's bits and their places: an int64 scalar, on its device, which no rounding changes."""
+    """Checksum of a tensor's bits and their places: an int64 scalar, on its device, which no rounding changes."""
     kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     flat = tensor.detach().reshape(-1)
     flat = flat.to(torch.uint8) if flat.dtype == torch.bool else flat
@@ -277,8 +277,8 @@ class Agreement:
         return errors.PipelineError(f"{told[1]} (seen by {self.says(self.rank)}: {_first_line(error)})", None if told[0] < 0 else told[0])
 
     def _told_by_connections(self) -> tuple[int, str] | None:
-        """Which ranks' connections are broken. Told to the others where it is one: those that raised may have ended too, and only their own
-        words tell them from one that was killed."""
+        """Finds the ranks whose connections are broken. A single one is told to the others. Among several, some may have raised and ended:
+        only their own words tell them from a rank that was killed."""
         gone = [rank for rank in range(len(self.ranks)) if rank != self.rank and self._is_broken(rank)]
         told = self.told()
         if told is not None or not gone:
@@ -305,7 +305,8 @@ class Agreement:
             pass  # the store is gone, and with it who could be waited for
 
     def _is_broken(self, rank: int) -> bool:
-        """Whether the connection to a rank is: gloo refuses to use it. What is asked for here is never sent, nor waited for."""
+        """Whether the connection to a rank is broken: gloo refuses to use it. The number asked for here is never sent and never waited
+        for."""
         if on_device(self.group):
             return False
         awaited = torch.zeros(1, device="cpu")

@@ -26,7 +26,7 @@ _QUERY_BLOCK = 1024  # rows of queries that a mask is made for at a time
 
 @dataclass(frozen=True, eq=False)
 class Sequences:
-    """What attention has to know of one pass through a stage. first_layer: the number of the stage's first layer.
+    """Facts about one pass through a stage that attention needs. first_layer: the number of the stage's first layer.
 
     Where there is a cache: past, the tokens [B] int64 that it has of each sequence; for each of the T new tokens the number of its
     sequence and its row among the sequence's new ones, [T] int64; and masks by window, which all layers share."""
@@ -69,7 +69,7 @@ class Maths:
     window: int | None = None
     softcap: float | None = None
     dropout: float = 0.0
-    upcast: bool = False  #: scores and weights in fp32, whatever the inputs' dtype
+    upcast: bool = False  #: scores and weights in fp32, for every dtype of the inputs
 
 
 @functools.cache
@@ -118,7 +118,7 @@ def attend(
 
 
 def _packed(query: Tensor, key: Tensor, value: Tensor, batch: PackedBatch, maths: Maths) -> Tensor:
-    """Of tokens that see none but those of the batch."""
+    """Attention of tokens that see those of their own batch alone."""
     varlen = _varlen_kernel(query, maths)
     if varlen is not None:
         query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
@@ -133,8 +133,8 @@ def _packed(query: Tensor, key: Tensor, value: Tensor, batch: PackedBatch, maths
 
 
 def _blocks(length: int, window: int | None, device: torch.device) -> Iterator[tuple[slice, slice, Tensor | None]]:
-    """Queries of a sequence, the keys that they see some of, and which ones they see; None for the causal mask of as many queries as keys.
-    With a window no mask is larger than a block of queries by that and the window."""
+    """Queries of a sequence, the keys that some of them see, and a mask of the keys that each one sees; None for the causal mask of equally
+    many queries and keys. With a window no mask is larger than a block of queries by block and window together."""
     if length == 0:
         return
     if window is None or length <= window:
@@ -182,7 +182,7 @@ def _dense(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, maths
 
 
 def _cached(query: Tensor, sequences: Sequences, cache: KVCache, layer: int, maths: Maths) -> Tensor:
-    """Of tokens that see those in the cache, too: one call for all sequences, of as many queries each as the longest has."""
+    """Attention of tokens that see those in the cache, too: one call for all sequences, padded to the longest sequence's queries."""
     where, mask = sequences.seen(cache, maths.window)
     keys, values = cache.keys[layer][:, :, where], cache.values[layer][:, :, where]
     num_sequences, most = mask.shape[:2]
@@ -241,7 +241,7 @@ def _without_groups(attention: Any, query: Tensor, key: Tensor, value: Tensor, *
 
 
 def _varlen(query: Tensor, key: Tensor, value: Tensor, batch: PackedBatch) -> tuple[Any, ...]:
-    """What both attentions over packed sequences take first: queries and keys lie in the same sequences."""
+    """First arguments of both attentions over packed sequences: queries and keys lie in the same sequences."""
     return query, key, value, batch.cu_seqlens, batch.cu_seqlens, batch.max_length, batch.max_length
 
 

@@ -19,7 +19,7 @@ class KVCache:
         self, num_layers: int, num_sequences: int, max_length: int, num_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
     ):
         shape = (num_sequences, num_heads, max_length, head_dim)
-        # of zeros: a masked place has weight 0, and 0 times what lay in the memory may be NaN
+        # zeros: a masked place has weight 0, and 0 times stale memory may be NaN
         self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
         self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
         self.lengths = [0] * num_sequences

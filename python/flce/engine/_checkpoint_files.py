@@ -16,9 +16,9 @@ from flce.errors import ArgumentError, CheckpointError
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
-#: of the index's "flce" metadata; another number is refused
+#: number in the index's "flce" metadata; another number is refused
 FORMAT = 1
-#: what transformers ties where config.json does not say it
+#: model types that transformers ties where config.json does not say it
 TIED_BY_DEFAULT = {"gemma2", "gpt2"}
 #: buffers that older versions of transformers wrote, and that models compute themselves
 COMPUTED = re.compile(r"\.attn\.(masked_)?bias$|\.rotary_emb\.inv_freq$")
@@ -36,7 +36,7 @@ class Layout:
 
     num_stages: int
     starts: tuple[int, ...] | None  #: where each stage's layers start, and their number; None for stages that have no plan
-    #: of a tensor that was added for the last stage (or first) alone, to the one that it is a copy of
+    #: name of a tensor that was added for the last stage (or first) alone, to the name of its original
     copies: dict[str, str] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
@@ -59,7 +59,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What `folder` holds. `files` is the file of each tensor; headers are read when they are asked for, so that a stage touches its own
+    """Tensors of `folder`. `files` is the file of each tensor; headers are read when they are asked for, so that a stage touches its own
     files alone."""
 
     folder: Path
@@ -85,7 +85,7 @@ class Checkpoint:
         return found
 
     def metadata(self) -> dict[str, str]:
-        """What the headers of all files say alike, with {"format": "pt"} at least."""
+        """Metadata that the headers of all files have alike, with {"format": "pt"} at least."""
         told = [read_header(self.folder / file).metadata for file in dict.fromkeys(self.files.values())]
         common = {key: value for key, value in (told[0] if told else {}).items() if all(other.get(key) == value for other in told)}
         return {"format": "pt"} | common
@@ -104,8 +104,8 @@ class Checkpoint:
 
 
 def along(folder: Path, known: Collection[str] = ()) -> tuple[list[str], list[str]]:
-    """What else than `known` is in a folder: files to copy along (config, generation config, tokenizer) and what is left behind (other
-    weights, hidden files, folders)."""
+    """Files in a folder beside `known`: those to copy along (config, generation config, tokenizer) and those left behind (other weights,
+    hidden files, folders)."""
     copied: list[str] = []
     left: list[str] = []
     for path in sorted(folder.iterdir()):
@@ -174,12 +174,12 @@ def _of_index(folder: Path, index: Path) -> Checkpoint:
 
 @dataclass(frozen=True)
 class Family:
-    """What a checkpoint's config.json says of its names."""
+    """Names that a checkpoint's config.json implies."""
 
     names: Names
     tied: bool
     num_layers: int
-    prefix: str  #: what stands before every name but the heads': "" or, for a checkpoint of the bare model, "transformer."
+    prefix: str  #: beginning of every name but the heads': "" or, for a checkpoint of the bare model, "transformer."
 
     def canonical(self, name: str) -> str:
         """The name that the causal language model's modules have for a tensor of this checkpoint."""

@@ -55,7 +55,7 @@ def agree(groups: Sequence[Group], error: BaseException | None) -> None:
 
 
 def step(groups: Sequence[Group], action: Callable[[], T]) -> T:
-    """What `action` returns, once it has succeeded on every rank of the groups. Its error on one of them is raised on all."""
+    """Returns the result of `action`, once it has succeeded on every rank of the groups. Its error on one of them is raised on all."""
     error: BaseException | None = None
     result: Any = None
     try:
@@ -79,7 +79,7 @@ class SharedFolder:
         return self.replacement is not None
 
     def commit(self, action: Callable[[Path], object]) -> None:
-        """What the first rank does when the others have written, and then the folder's name. An error is raised on all ranks."""
+        """Runs `action` on the first rank when the others have written, then gives the folder its name. An error is raised on all ranks."""
 
         def finish() -> None:
             if self.replacement is not None:

@@ -1,4 +1,4 @@
-"""What `PipelineEngine.forward` returns of a batch."""
+"""Results of `PipelineEngine.forward` for a batch."""
 
 from __future__ import annotations
 

@@ -1,27 +1,27 @@
 """Generation over the stages of a pipeline.
 
-The prompts are cut into microbatches. Every rank goes through the same slots in the same order: position 0 of each microbatch, which is
-its prompts, then position 1 of each, a token of every sequence, and so on. In a slot a stage receives, computes and sends on, and does not
-wait until what it has sent is received. So with as many microbatches as stages each stage has one to work on, and the pipeline is filled
-once, not for each token.
+The prompts are cut into microbatches. Every rank goes through the same slots in the same order: position 0 of each microbatch, which is its
+prompts, then position 1 of each, a token of every sequence, and so on. In a slot a stage receives, computes and sends on, and does not wait
+until its message is received. With equally many microbatches and stages, each stage has one microbatch to work on, and the pipeline is
+filled once, not for each token.
 
 torch's schedules run a batch of microbatches from the first stage to the last and end there. Here tokens go back: the first stage's input
 at position p + 1 is the last stage's output at position p, of a microbatch whose neighbours are still at position p. A schedule called for
-each position would fill and drain the pipeline for each token. The loop below is all that takes its place; the sends and receives are
+each position would fill and drain the pipeline for each token. The loop below takes the schedule's place; the sends and receives are
 torch.distributed's.
 
-What is sent, for a microbatch of n sequences at position p:
+Messages for a microbatch of n sequences at position p:
 
     hidden states   stage s -> s + 1            [tokens, hidden_size]
     answer          last stage -> first         [n] int64: the next token; LEFT for a sequence that has ended, NOT_FINITE for one without
                                                 a next token
-    the same        first stage -> 1 -> … -> the last but one, before the hidden states of p + 1
+    answer          first stage -> 1 -> … -> the last but one, before the hidden states of p + 1
 
-An answer says who leaves the batch, so that every stage knows the shape of what comes next before it comes.
+An answer says which sequences leave the batch, so that every stage knows the shape of the next message before it comes.
 
-No order of these can wait for itself. The first stage posts the receive of an answer right after it has sent the hidden states, so with two
-stages both ranks have the one order hidden states, answer, hidden states, answer between them, which NCCL asks for. With more, each pair of
-ranks has one direction.
+No order of these can wait for itself. The first stage posts the receive of an answer right after it has sent the hidden states: with two
+stages both ranks have the one order hidden states, answer, hidden states, answer between them, which NCCL asks for. With more stages, each
+pair of ranks has one direction.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ _LEFT, _NOT_FINITE = -1, -2
 
 
 class Generated(NamedTuple):
-    """What B prompts were continued by.
+    """Continuations of B prompts.
 
     tokens: [B, L] int64, the new tokens of each; L is the longest's number, and the rest is padded behind its end.
     logprobs: [B, L] fp32, the log-probability (nats) of each new token under the model's softmax at the config's temperature, before
-        min_new_tokens, top_k and top_p: what `logprobs` of a training pass gives for the token. 0 where padded.
+        min_new_tokens, top_k and top_p, as `logprobs` of a training pass gives it. 0 where padded.
     lengths: [B] int64, new tokens of each, the one that ends it among them.
     """
 
@@ -229,7 +229,7 @@ class _Pipeline:
         return self._result() if self._stage.is_last else None
 
     def _pass(self, part: _Part, position: int) -> None:
-        """A slot: the stage on what the one before has sent, and what comes of it to the one behind."""
+        """Runs a slot: the stage on the message of the stage before, and the result to the stage behind."""
         stage = self._stage
         shape = (sum(part.lengths), stage.hidden_size)
         x = part.tokens if stage.is_first else self._received(*self._receive(shape, stage.dtype, stage.stage - 1))
@@ -250,7 +250,7 @@ class _Pipeline:
     def _compute(self, part: _Part, x: Tensor, position: int) -> Tensor:
         """The stage's hidden states [T, hidden_size]; the last stage's answer [n]."""
         stage = self._stage
-        if self._failure is not None and stage.is_last:  # what is under way is received and answered, so that nothing is left behind
+        if self._failure is not None and stage.is_last:  # messages under way are received and answered, so that none is left behind
             return torch.full((len(part.sequences),), _LEFT, device=self._device)
         batch = self._batch(part, position)
         hidden = stage(x, batch)
@@ -317,7 +317,7 @@ class _Pipeline:
         return buffer.to(self._device)
 
     def _settle(self, part: _Part) -> None:
-        """What a microbatch has sent has long been received when its next slot comes."""
+        """Waits for a microbatch's sends. They have long been received when its next slot comes."""
         for work, _ in part.sent:
             work.wait()
         part.sent.clear()

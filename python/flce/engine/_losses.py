@@ -96,7 +96,7 @@ class Losses:
 
     @property
     def shift(self) -> int:
-        """Of the loss function's labels, as far as that is known."""
+        """Shift of the loss function's labels, as far as it is known."""
         return 1 if self.counts is None else self.counts.used if self.counts.used is not None else self.counts.shift
 
     def first_nonfinite(self) -> int | None:

@@ -115,7 +115,7 @@ def _runs(lengths: Sequence[int], room: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Naming:
-    """What the caller says of keywords that do not say it themselves: their names."""
+    """Names of keywords, by the rows that they have, for keywords whose shapes leave it open."""
 
     per_token: frozenset[str] = frozenset()
     per_target: frozenset[str] = frozenset()

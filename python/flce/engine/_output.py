@@ -1,4 +1,4 @@
-"""What a loss function sees of the last stage."""
+"""The last stage's output, as a loss function sees it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _compared: WeakSet[nn.Module] = WeakSet()
 
 
 class HeadOutput:
-    """Hidden states [T, D] of a packed microbatch, and the head that makes logits of them; what is asked for is computed without logits.
+    """Hidden states [T, D] of a packed microbatch, and the head that makes logits of them; requests are computed without logits.
 
         def loss_fn(output, packed_input_ids, cu_seqlens, **kwargs):
             return output.cross_entropy(packed_input_ids, shift=1), {}
@@ -37,9 +37,9 @@ class HeadOutput:
 
     Args:
         hidden: [T, D].
-        head: nn.Linear or a module with .weight [V, D] and perhaps .bias [V]; a LoRA layer of peft will do. Of any other module the first
+        head: nn.Linear or a module with .weight [V, D] and perhaps .bias [V]; a LoRA layer of peft will do. For any other module the first
             calls compare the product with its own forward on two rows, and raise ArgumentError where they differ.
-        logit_scale, softcap: what logits go through behind the head.
+        logit_scale, softcap: changes of the logits behind the head.
         cu_seqlens: [B + 1] int32 or int64, from 0 to T.
         options: of `flce.linear_cross_entropy` and `flce.linear_logprobs` for every call: workspace_limit_bytes, retain_in_grad_weight,
             batch_invariant.
@@ -111,7 +111,7 @@ class HeadOutput:
         return logp, entropy
 
     def entropy(self, temperature: Tensor | float = 1.0, **options: Any) -> Tensor:
-        """Of every row's softmax, in nats: [T] fp32."""
+        """Entropy of every row's softmax, in nats: [T] fp32."""
         anything, shifts = torch.zeros(self.hidden.shape[0], dtype=torch.int64, device=self.hidden.device), set(self.shifts)
         entropy = self.logprobs_and_entropy(anything, temperature, shift=0, **options)[1]
         self.shifts = shifts

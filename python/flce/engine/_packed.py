@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class PackedBatch:
-    """What a stage has to know of a microbatch beside the tokens' ids or hidden states [T, ...].
+    """Facts about a microbatch that a stage needs beside the tokens' ids or hidden states [T, ...].
 
     cu_seqlens: [B + 1] int32, on the stage's device: sequence b is rows cu_seqlens[b] to cu_seqlens[b + 1] of the T packed rows.
     lengths: the B lengths, on the host: no stage waits for its device to learn a shape.

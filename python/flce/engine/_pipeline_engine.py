@@ -107,8 +107,8 @@ class PipelineEngine:
         self._failure: BaseException | None = None
         self._failed: str | None = None
         self._warned = False
-        self._batches = 0  # that were trained on
-        self._shift = 1  # of the last loss function's labels
+        self._batches = 0  # batches that were trained on
+        self._shift = 1  # shift of the last loss function's labels
 
     @property
     def is_first(self) -> bool:
@@ -124,7 +124,7 @@ class PipelineEngine:
         return self.stages[0].training
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Of this rank's stages."""
+        """Parameters of this rank's stages."""
         for stage in self.stages:
             yield from stage.parameters()
 
@@ -217,8 +217,8 @@ class PipelineEngine:
         constant: Iterable[str] = (),
         **loss_fn_kwargs: Any,
     ) -> tuple[Tensor, list[Any]] | None:
-        """The same as `train_batch` without gradients and without a step. Parameters and their gradients are left alone; whether the stages
-        are in evaluation mode is the caller's."""
+        """Runs `train_batch` without gradients and without a step. Parameters and their gradients are left alone; whether the stages are in
+        evaluation mode is the caller's."""
         naming = (per_token, per_target, per_sequence, constant)
         with self._watching(), torch.no_grad():
             losses = self._new_losses(
@@ -240,7 +240,7 @@ class PipelineEngine:
         temperature: float = 1.0,
         num_micro_batches: int | None = None,
     ) -> Tensor | None:
-        """What the last stage makes of a batch, packed in the batch's order; None on other stages. Without gradients.
+        """The last stage's results for a batch, packed in the batch's order; None on other stages. Without gradients.
 
         Args:
             output: "logits" [T, V] of hidden's dtype; "logprobs" [T] fp32 of the next token, or of `labels` [T] (not shifted), 0 where
@@ -275,21 +275,21 @@ class PipelineEngine:
         seed: int | None = None,
     ) -> Generated | None:
         """Continues the batch's sequences, with a cache of keys and values on each stage. Every rank gives the same prompts and options. It
-        runs in evaluation mode without gradients; the modes of the stages are afterwards what they were.
+        runs in evaluation mode without gradients; the stages' modes are restored afterwards.
 
         Args:
             tokenizer: its `eos_token_id` ends sequences and its `pad_token_id` pads, where gconfig has none. None: gconfig's alone.
             gconfig: a `flce.engine.GenerationConfig`, or one of transformers. None: GenerationConfig().
             num_micro_batches: None: the engine's, or the number of prompts where that is less.
-            seed: of sampling. The same seed gives a sequence the same noise with any number of stages and microbatches. None: drawn from
+            seed: of sampling. One seed gives a sequence one noise with any number of stages and microbatches. None: drawn from
                 torch's generator of the CPU on the last stage.
 
         Returns:
             tokens [B, L] int64, logprobs [B, L] fp32, lengths [B] int64 on the last stage; None on others.
 
         Raises:
-            ArgumentError: what cannot be generated from, with its name and value. PipelineError: logits of a sequence are not finite (the
-            engine goes on afterwards), or a stage has failed.
+            ArgumentError: arguments that nothing can be generated from, with name and value. PipelineError: logits of a sequence are not
+            finite (the engine goes on afterwards), or a stage has failed.
         """
         return _generate.generate(self, packed_input_ids, cu_seqlens, tokenizer, gconfig, num_micro_batches=num_micro_batches, seed=seed)
 

@@ -1,4 +1,4 @@
-"""Which layers, and so which parameters, each stage of a causal language model has."""
+"""Layers, and with them parameters, of each stage of a causal language model."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from flce import errors
 class Names:
     """How a family of models names its parameters, in checkpoints and modules alike."""
 
-    layer: str  #: what stands before a layer's number: "model.layers."
-    first: tuple[str, ...]  #: what the first stage has beside its layers: "model.embed_tokens."
-    last: tuple[str, ...]  #: what the last stage has: "model.norm.", "lm_head."
+    layer: str  #: beginning of a layer's name, before its number: "model.layers."
+    first: tuple[str, ...]  #: the first stage's modules beside its layers: "model.embed_tokens."
+    last: tuple[str, ...]  #: the last stage's modules beside its layers: "model.norm.", "lm_head."
     embedding: str  #: the embedding's weight: "model.embed_tokens.weight"
     head: str  #: the output layer's weight: "lm_head.weight"
 
@@ -92,9 +92,9 @@ class StagePlan:
 
 def balance(layer_sizes: Sequence[int], first: int, last: int, num_stages: int) -> tuple[int, ...]:
     """Where each stage's layers start, and their number behind: the cut into runs whose largest sum is least, where `first` and `last` are
-    added to the first and last stage. Of cuts with that largest sum the one whose sums' squares add up to least, since an embedding or a
-    head may be most of its stage, and the other stages are to be even all the same; of these the one with the earlier starts. Every stage
-    has a layer."""
+    added to the first and last stage. Among cuts with that largest sum the one whose sums' squares add up to least: an embedding or a head
+    may be most of its stage, and the other stages are to be even all the same. Among these the one with the earlier starts. Every stage has
+    a layer."""
     count = len(layer_sizes)
     if not 1 <= num_stages <= count:
         raise errors.ArgumentError(f"num_stages is {num_stages}; a model of {count} layers has 1 to {count} stages")
@@ -180,6 +180,6 @@ def skeleton(config: Any) -> Any:
 
     names_of(config)
     config = copy.deepcopy(config)
-    config._attn_implementation = "eager"  # what the config asks for may not be installed; no stage uses it
+    config._attn_implementation = "eager"  # the config's own attention may not be installed; no stage uses it
     with torch.device("meta"):
         return getattr(transformers, CAUSAL_LMS[config.model_type])(config)

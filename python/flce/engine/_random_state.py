@@ -10,7 +10,7 @@ import torch
 
 
 def get(device: torch.device) -> dict[str, Any]:
-    """Of Python, of torch on the CPU and on `device`, and of NumPy where something has imported it."""
+    """States of the random generators of Python, of torch on the CPU and on `device`, and of NumPy where something has imported it."""
     state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state(), "cuda": None, "numpy": None}
     if device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)

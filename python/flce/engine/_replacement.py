@@ -17,9 +17,10 @@ MARKS = ("model.safetensors", "model.safetensors.index.json", "flce-state.json")
 
 
 class Replacement:
-    """Files are written into `folder`, a sibling of `target` whose name begins with a dot; `commit` renames it to `target`. Leaving the
-    `with` block without `commit` removes it. What a killed process left is removed by the next one for the same target; two processes that
-    write the same target at a time are told apart by a lock, and the second one gets a CheckpointError.
+    """A folder that takes another's place whole. Files are written into `folder`, a sibling of `target` whose name begins with a dot;
+    `commit` renames it to `target`. Leaving the `with` block without `commit` removes it. The remains of a killed process are removed by
+    the next one for the same target; two processes that write one target at a time are told apart by a lock, and the second one gets a
+    CheckpointError.
 
     ArgumentError: a target that exists and is not empty, unless `overwrite` is set and it is a checkpoint. It stays as it is until
     `commit`.

@@ -1,8 +1,8 @@
 """Headers of safetensors files, and files made of byte ranges of others.
 
-The library validates a header and reads tensors. What it does not offer, where a tensor's bytes lie and a file that is written piece by
-piece, is here: a file is the header's length (8 bytes, little-endian), the header (JSON) and the data, which the header's offsets cover
-without gaps.
+The library validates a header and reads tensors. Two things that it does not offer are here: where a tensor's bytes lie, and a file that is
+written piece by piece. A file is the header's length (8 bytes, little-endian), the header (JSON) and the data, which the header's offsets
+cover without gaps.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from flce.errors import CheckpointError
 
 #: bytes that are in memory at a time
 CHUNK_BYTES = 4 << 20
-#: what the library's own limit is; a larger length is no safetensors file
+#: the library's own limit; a larger length is no safetensors file
 MAX_HEADER_BYTES = 100_000_000
 #: dtypes by their names in headers
 DTYPES = {
@@ -64,7 +64,7 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class Header:
-    """What a file says it holds, in the order of the data."""
+    """Contents of a file by its header, in the order of the data."""
 
     file: Path
     entries: tuple[TensorEntry, ...]

@@ -118,7 +118,7 @@ def _as_tuple(name: str, value: Any) -> tuple[Any, ...]:
     return tuple(value)
 
 
-# What transformers' GenerationConfig calls the rest. A value of the first table's changes no token; anything else is refused.
+# Other names in transformers' GenerationConfig. A value of the first table's changes no token; anything else is refused.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "num_beams": (1,),
     "num_beam_groups": (1,),
@@ -161,7 +161,7 @@ _UNSUPPORTED_IN_SAMPLING: dict[str, tuple[Any, ...]] = {
 _READ = {"max_new_tokens", "min_new_tokens", "do_sample", "temperature", "top_k", "top_p", "eos_token_id", "pad_token_id"}
 _WITHOUT_EFFECT = {
     *("max_length", "min_length"),  # given beside max_new_tokens and min_new_tokens, which go before them
-    *("early_stopping", "length_penalty"),  # of beams
+    *("early_stopping", "length_penalty"),  # options of beams
     *("use_cache", "cache_config", "max_cache_len", "prefill_chunk_size", "low_memory", "compile_config", "disable_compile"),
     *("continuous_batching_config", "return_dict_in_generate", "renormalize_logits", "transformers_version", "bos_token_id"),
     "decoder_start_token_id",
@@ -170,13 +170,13 @@ _WITHOUT_EFFECT = {
     *("prompt_lookup_num_tokens", "max_matching_ngram_size", "assistant_early_exit", "assistant_lookbehind", "target_lookbehind"),
     *("assistant_ensemble_weight", "speculation_type"),
 }
-_TRANSFORMERS_TOP_K = 50  #: of a config whose top_k is None
+_TRANSFORMERS_TOP_K = 50  #: default for a config whose top_k is None
 
 
 def as_generation_config(config: Any) -> GenerationConfig:
-    """A GenerationConfig as it is, one of transformers converted. What a config of transformers leaves out is what its `generate` takes
-    for it: no sampling, a temperature of 1, top_k 50, top_p 1. ArgumentError for an attribute that would change the tokens and is not
-    supported, DTypeError for an object of another class."""
+    """Returns a GenerationConfig as it is, and one of transformers converted. Attributes that a config of transformers leaves out have its
+    `generate`'s defaults: no sampling, a temperature of 1, top_k 50, top_p 1. ArgumentError for an attribute that would change the tokens
+    and is not supported, DTypeError for an object of another class."""
     if isinstance(config, GenerationConfig):
         return config
     module: Any = sys.modules.get("transformers")
@@ -282,7 +282,7 @@ def _noisy_argmax(logits: Tensor, keys: Tensor, sparse: bool) -> Tensor:
 def _gumbel(keys: Tensor, ids: Tensor) -> Tensor:
     """Gumbel noise fp64 of tokens `ids` under their rows' keys, int64 tensors that broadcast."""
     bits = (_mix(keys + (ids + 1) * _WEYL) >> 12) & ((1 << 52) - 1)
-    uniform = (bits.double() + 0.5) * 2.0**-52  # never 0 nor 1
+    uniform = (bits.double() + 0.5) * 2.0**-52  # in the open interval (0, 1)
     return -(-uniform.log()).log()
 
 

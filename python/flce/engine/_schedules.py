@@ -36,7 +36,7 @@ SCHEDULES = {
         Schedule("dualpipev", "ScheduleDualPipeV", V_SHAPE),
     )
 }
-# That run forwards alone, for any number of microbatches.
+# Schedules that run forwards alone, for any number of microbatches.
 FORWARD_ONLY = {SINGLE: "gpipe", LOOP: "looped_bfs", V_SHAPE: "zbv"}
 
 
@@ -85,7 +85,7 @@ def make(schedule: Schedule, stages: list[Any], num_micro_batches: int, loss_fn:
     if loss_fn is None:
         schedule = SCHEDULES[FORWARD_ONLY[schedule.placement]]
     elif schedule.name == "1f1b" and num_micro_batches < stages[0].num_stages:
-        schedule = SCHEDULES["gpipe"]  # the same order, which torch's 1F1B refuses
+        schedule = SCHEDULES["gpipe"]  # gpipe has this very order, which torch's 1F1B refuses
     given = stages[0] if schedule.placement == SINGLE else stages
     try:
         return getattr(torchs, schedule.class_name)(given, num_micro_batches, loss_fn=loss_fn, scale_grads=False)

@@ -1,4 +1,4 @@
-"""What an engine checks when it is made, alone and together with the other ranks."""
+"""Checks of an engine when it is made, alone and together with the other ranks."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def check_torch() -> None:
 
 
 class Held:
-    """What a block raises, held back as `error` until other ranks have heard of it."""
+    """Holds back a block's error as `error` until other ranks have heard of it."""
 
     def __init__(self) -> None:
         self.error: Exception | None = None
@@ -94,7 +94,7 @@ def why_not_called(function: Any, *arguments: Any, **keywords: Any) -> str | Non
     """Why `function` cannot be called with these, by its signature; None where it can, or has none."""
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # of no Python function
+    except (TypeError, ValueError):  # not a Python function
         return None
     try:
         signature.bind(*arguments, **keywords)
@@ -176,7 +176,7 @@ def _num_embeddings_of(stages: Sequence[Stage]) -> list[tuple[int, int]]:
 
 
 def _settings_of(engine: PipelineEngine) -> dict[str, Any]:
-    """What all ranks of a pipeline have to be made with alike."""
+    """Settings with which all ranks of a pipeline have to be made alike."""
     return {
         "num_stages": engine.num_stages,
         "hidden_size": engine.stages[0].hidden_size,
@@ -191,7 +191,7 @@ def _settings_of(engine: PipelineEngine) -> dict[str, Any]:
 
 
 def _check_told(agreement: Agreement, told: Sequence[tuple[dict[str, Any], str | None]]) -> None:
-    """That no rank has refused what it was made with, and all have this one's settings."""
+    """Checks that no rank has refused its settings, and that all ranks have this one's settings."""
     settings, _ = told[agreement.rank]
     for rank, (_, refused) in enumerate(told):
         if refused is not None:
@@ -221,7 +221,7 @@ def _check_stages(stages: Sequence[Stage]) -> None:
 
 
 def stepping_of(engine: PipelineEngine, with_values: bool) -> Stepping:
-    """What copies of this rank's parameters are stepped with; with_values: those of a tied weight are compared too."""
+    """Settings by which copies of this rank's parameters are stepped; with_values: a tied weight's values are compared too."""
     groups = [(group, _options_of(engine.optimizer, group)) for group in getattr(engine.optimizer, "param_groups", ())]
     numbers = {id(parameter): number for number, (group, _) in enumerate(groups) for parameter in group["params"]}
     settings = {name: getattr(engine, name) for name in ("normalize", "max_grad_norm", "nonfinite")}
@@ -241,7 +241,7 @@ def stepping_of(engine: PipelineEngine, with_values: bool) -> Stepping:
 
 
 def _options_of(optimizer: Any, group: dict[str, Any]) -> dict[str, Any]:
-    """Of a group, those that the optimizer's class has, as they compare between processes."""
+    """A group's options that the optimizer's class has, in a form that compares between processes."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, (list, tuple)):
@@ -291,8 +291,8 @@ def _check_tied(engine: PipelineEngine, agreement: Agreement, told: list[dict[in
 
 
 def _check_copies(engine: PipelineEngine, agreement: Agreement, problem: Exception | None) -> str:
-    """That no rank of any copy has a problem, and that data-parallel ranks have the same parameters. Raises on every rank of all copies,
-    so that none waits for one that has raised: their ranks hear of it first, and then those of their pipelines. Returns a name that
+    """Checks that no rank of any copy has a problem, and that data-parallel ranks have the same parameters. Raises on every rank of all
+    copies, so that none waits for one that has raised: their ranks hear of it first, and then those of their pipelines. Returns a name that
     the copies share."""
     copies, shared = engine.data_parallel_group, agreement.name
     if copies is not None:

@@ -46,7 +46,7 @@ class OutputFile:
 
 @dataclass(frozen=True)
 class Conversion:
-    """What is written: `files` of tensors of `source`, an index where there are several files or stages, and the files in `copied`."""
+    """Files to write: `files` of tensors of `source`, an index where there are several files or stages, and the files in `copied`."""
 
     source: Checkpoint
     files: tuple[OutputFile, ...]
@@ -72,7 +72,7 @@ class Conversion:
         return {"metadata": metadata, "weight_map": {name: entries[name][1] for name in sorted(entries)}}
 
     def report(self, target: str | os.PathLike[str]) -> dict[str, Any]:
-        """What the command prints as JSON: sizes are bytes of tensors, without headers."""
+        """The report that the command prints as JSON: sizes are bytes of tensors, without headers."""
         told: dict[str, Any] = {"source": os.fspath(self.source.folder), "target": os.fspath(target), "total_bytes": self.total_bytes}
         files = [{"file": file.name, "tensors": len(file.entries), "bytes": file.num_bytes, "stage": file.stage} for file in self.files]
         if self.layout is not None and self.layout.starts is not None:

@@ -1,4 +1,4 @@
-"""What the engine asks of a stage's module."""
+"""A stage's module, as the engine uses it."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ if TYPE_CHECKING:
 
 
 class Stage(nn.Module):
-    """One stage of a model: base class of what `PipelineEngine` runs.
+    """One stage of a model: base class of the modules that `PipelineEngine` runs.
 
     forward(x, batch) takes, on the first stage, token ids [T] int64, elsewhere the hidden states [T, hidden_size] of the stage before; it
     returns hidden states [T, hidden_size] of `dtype`. The last stage's are those behind the model's final norm, which `head` takes: its
     forward never calls the head.
 
     Attributes:
-        stage, num_stages: which stage this is, counted from 0, and of how many.
-        hidden_size, dtype: of the hidden states that go from stage to stage.
+        stage, num_stages: this stage's number, from 0, and the number of stages.
+        hidden_size, dtype: those of the hidden states that go from stage to stage.
         head: the output layer, an nn.Linear or a module that holds one (vocabulary, or one row: a critic's values); None but on the last
             stage, which need not set it. Its parameters are the stage's own, as every other's.
-        logit_scale, softcap: what logits go through behind the head (1.0 and 0.0: nothing).
-        num_embeddings: of the first stage, which takes the ids 0 to num_embeddings - 1. None: as many as the last stage's head has rows,
+        logit_scale, softcap: changes of the logits behind the head (1.0 and 0.0: none).
+        num_embeddings: for the first stage, which takes the ids 0 to num_embeddings - 1. None: the number of rows of the last stage's head,
             or any with a critic's head.
         max_positions: the most tokens of a sequence, where positions are learned. None: any.
         tied_weight: the embedding's weight on the first stage and the head's on the last, where these are copies of one parameter, whose

@@ -26,8 +26,8 @@ SCORE_STD = 0.02
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What `load_stage` did, by names: `loaded` from the checkpoint, `initialized` for want of it, `dropped` from what it has for this
-    stage, `missing` and left as they were (with strict=False alone)."""
+    """Results of `load_stage`, by names: `loaded` from the checkpoint, `initialized` for want of it, `dropped` from the checkpoint's
+    tensors of this stage, `missing` and left as they were (with strict=False alone)."""
 
     loaded: tuple[str, ...]
     initialized: tuple[str, ...] = ()
@@ -46,14 +46,14 @@ def load_stage(
 ) -> LoadReport:
     """Loads a stage's parameters from a checkpoint, by name.
 
-    Of a folder that `flce-shard-checkpoint` or `save_stage` made, the index and the files of this stage alone are read; of any other
+    From a folder that `flce-shard-checkpoint` or `save_stage` made, the index and the files of this stage alone are read; from any other
     safetensors checkpoint of Hugging Face's layout, the tensors of this stage alone. Nothing is changed unless all of it fits.
 
     Args:
         stage: as `causal_lm_stage` makes it, on the meta device too, or a Stage of your own with the checkpoint's names. Parameters
             stay where they are; those on the meta device are made on the CPU.
-        strict: a parameter that the checkpoint does not have, and a tensor of this stage's that the stage does not have, are errors.
-            False: the former stay as they are, the latter are left, and both are logged as a warning.
+        strict: a parameter that the checkpoint does not have, and a tensor of this stage's that the stage does not have, are errors. False:
+            such parameters stay as they are, such tensors are left, and both are logged as a warning.
         convert_dtype: convert floating-point tensors to the parameters' dtype where these differ; else that is a DTypeError.
         init_critic_from_actor: for a critic's last stage: the checkpoint is a language model's. `score.weight` is drawn from a normal
             distribution with a standard deviation of 0.02 by torch's generator, and `lm_head.weight` is dropped.
@@ -88,7 +88,8 @@ def load_stage(
 
 
 def _wanted(stage: Stage) -> dict[str, Tensor]:
-    """What a checkpoint has to have: parameters and persistent buffers, by name. A tied weight of a lone stage has both of its names."""
+    """Tensors that a checkpoint has to have: parameters and persistent buffers, by name. A tied weight of a lone stage has both of its
+    names."""
     return dict(stage.state_dict(keep_vars=True))
 
 
@@ -146,7 +147,7 @@ def _check_starts(checkpoint: Checkpoint, layout: Layout, stage: Stage) -> None:
 
 
 def _own_names(names: dict[str, str], stage: Stage, strict: bool) -> dict[str, str]:
-    """Those of a whole model's tensors that belong to a stage: its own, others of its layers, and others of the ends' modules."""
+    """Names of a whole model's tensors that belong to a stage: its own, others of its layers, and others of the ends' modules."""
     wanted = _wanted(stage)
     plan = getattr(stage, "plan", None)
     if plan is not None:
@@ -169,7 +170,7 @@ def _own_names(names: dict[str, str], stage: Stage, strict: bool) -> dict[str, s
 def _is_of(plan: StagePlan, stage: int, name: str, strict: bool) -> bool:
     try:
         return stage in plan.stages_of(name)
-    except ArgumentError:  # of no stage
+    except ArgumentError:  # the name belongs to no stage
         if strict:
             raise
         return False

@@ -67,7 +67,7 @@ def save_stage(
 
 @dataclass(frozen=True)
 class Part:
-    """What a rank tells of one of its stages."""
+    """Facts that a rank tells of one of its stages."""
 
     stage: int
     num_stages: int

@@ -23,7 +23,7 @@ _log = logging.getLogger("flce")
 
 
 def check(engine: PipelineEngine) -> None:
-    """That optimizer and scheduler can step, before anything is computed. ArgumentError."""
+    """Checks that optimizer and scheduler can step, before anything is computed. ArgumentError."""
     optimizer = engine.optimizer
     if optimizer is None:
         raise errors.ArgumentError("train_batch needs an optimizer; this engine was made without one")
@@ -45,7 +45,7 @@ def check(engine: PipelineEngine) -> None:
 
 
 def check_scheduler(scheduler: Any, version_steps: int | None) -> None:
-    """That it is stepped by nothing, or by version steps, where they are set."""
+    """Checks that the scheduler is stepped without arguments, or by version steps, where they are set."""
     if scheduler is None:
         return
     kind = type(scheduler).__name__
@@ -66,7 +66,7 @@ def clear_gradients(engine: PipelineEngine) -> None:
 
 
 def total_of(engine: PipelineEngine, numbers: Sequence[int], train: bool) -> int:
-    """The tokens that count, on all ranks alike. Those of the last stage are taken, whose keywords' values the others need not have."""
+    """Number of tokens that count, alike on all ranks. It is the last stage's: other stages need not have its keywords' values."""
     summed = torch.tensor(sum(numbers) if engine.is_last else 0, dtype=torch.int64, device=engine._agreement.device)
     dist.all_reduce(summed, group=engine.pipeline_group)
     if train and engine.data_parallel_group is not None:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage
 
 FITS = hasattr(PipelineStage, "_get_init_p2p_neighbors_ops")
-STATES = "fwd_cache"  #: what a stage keeps of microbatches that have gone forward
+STATES = "fwd_cache"  #: the attribute in which a stage keeps microbatches that have gone forward
 
 
 class TorchStage(PipelineStage):  # type: ignore[misc]
@@ -19,7 +19,7 @@ class TorchStage(PipelineStage):  # type: ignore[misc]
         self.fwd_cache[number] = ((), []) if self.is_last else (outputs, [])
 
     def forget(self, number: int) -> None:
-        """What is under way keeps itself."""
+        """Forgets a microbatch. Sends under way keep their tensors themselves."""
         self.fwd_cache.pop(number)
 
     # torch's own checks, which want one shape of all microbatches; StageModule checks each one's.
@@ -33,6 +33,6 @@ class TorchStage(PipelineStage):  # type: ignore[misc]
         pass
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        """Of torch 2.11, which sends to its own rank where two stages that follow each other are there; gloo refuses that."""
+        """Operations of torch 2.11 without those to its own rank, where two neighbouring stages are on it; gloo refuses them."""
         ops: list[dist.P2POp] = super()._get_init_p2p_neighbors_ops()
         return [op for op in ops if op.group_peer != self.group_rank]

@@ -7,7 +7,7 @@ from typing import Any
 from torch.distributed.pipelining import PipelineStage
 
 FITS = hasattr(PipelineStage, "release_fwd_send_outputs")
-STATES = "_forward_chunk_states"  #: what a stage keeps of microbatches that have gone forward
+STATES = "_forward_chunk_states"  #: the attribute in which a stage keeps microbatches that have gone forward
 
 
 class TorchStage(PipelineStage):  # type: ignore[misc]
@@ -22,7 +22,7 @@ class TorchStage(PipelineStage):  # type: ignore[misc]
             state.live_outputs.clear()
 
     def forget(self, number: int) -> None:
-        """What is under way keeps itself."""
+        """Forgets a microbatch. Sends under way keep their tensors themselves."""
         self._forward_chunk_states.pop(number, None)
 
     # torch's own check, which wants one shape of all microbatches; StageModule checks each one's.

@@ -23,17 +23,17 @@ from flce.engine._replacement import replace_text, try_lock, write_text
 from flce.engine._stage import Stage
 from flce.errors import ArgumentError, CheckpointError, DTypeError, ShapeError
 
-#: of the files; another number is refused
+#: number in the files; another number is refused
 FORMAT = 1
 MANIFEST = "flce-state.json"
 LATEST = "latest"
-#: what a file has beside lists, tuples and dicts: torch.load reads no more with weights_only=True
+#: types in a file beside lists, tuples and dicts: torch.load reads no more with weights_only=True
 PLAIN = (type(None), int, float, bool, str, bytes, torch.dtype, torch.device, torch.Size, Tensor, nn.Parameter)
 _DICTS = (dict, OrderedDict, Counter)
 
 
 class Trained(Protocol):
-    """What of an engine is saved: `PipelineEngine` has these attributes, and so has `TrainingParts`."""
+    """Parts of an engine that are saved: `PipelineEngine` has these attributes, and so has `TrainingParts`."""
 
     stages: Sequence[Stage]
     optimizer: Any
@@ -57,7 +57,7 @@ class TrainingParts:
 
 @dataclass(frozen=True)
 class RestoredState:
-    """What `load_state` found: the number of steps, the version steps and the `extra` that were saved."""
+    """Result of `load_state`: the number of steps, the version steps and the `extra` that were saved."""
 
     step: int
     version_steps: int | None
@@ -65,9 +65,9 @@ class RestoredState:
 
 
 def save_state(engine: Trained, directory: str | os.PathLike[str], step: int, *, keep: int = 2, extra: Any = None) -> Path:
-    """Saves all that a training needs to go on as if it had not been interrupted, in `directory`/step-00000012. Every rank calls it, and
-    writes its own file. The folder comes into being whole or not at all; then `directory`/latest names it, and older ones are removed. An
-    error on one rank is raised on all.
+    """Saves everything that a training needs to go on as if it had not been interrupted, in `directory`/step-00000012. Every rank calls it,
+    and writes its own file. The folder comes into being whole or not at all; then `directory`/latest names it, and older ones are removed.
+    An error on one rank is raised on all.
 
     Saved are the stages' parameters and persistent buffers, the optimizer's state by the parameters' names, the scheduler's state, the
     version steps, and the states of the random generators of Python, torch (the CPU's and that of the stage's device) and, where it is
@@ -77,7 +77,7 @@ def save_state(engine: Trained, directory: str | os.PathLike[str], step: int, *,
         engine: a `PipelineEngine`, or `TrainingParts`.
         directory: on a file system that all ranks share.
         step: the number of steps that the training has done, 0 or more. A state of the same number is replaced.
-        keep: how many states to keep, this one counted: those that were saved last, whatever their steps.
+        keep: how many states to keep, this one counted: those saved last, in any order of steps.
         extra: of this rank, numbers, strings, None, tensors and lists, tuples and dicts of these: where the data is, say.
 
     Returns the state's folder. Raises ArgumentError (ranks that save different steps, too), CheckpointError.
@@ -144,7 +144,7 @@ def latest_step(directory: str | os.PathLike[str]) -> int | None:
 
 
 def _check_alike(groups: Sequence[Group], value: Any, kind: type[Exception], words: str) -> None:
-    """That all ranks have one value. Every group is asked before any rank raises."""
+    """Checks that all ranks have one value. Every group is asked before any rank raises."""
     told = [sorted(set(gather(group, value))) for group in groups]
 
     def check() -> None:
@@ -273,7 +273,7 @@ def _point_to(folder: Path, keep: int) -> None:
         reverse=True,
     )
     for path in older[keep - 1 :]:
-        shutil.rmtree(path.rename(directory / f".{path.name}.flce-old"))  # what is half removed is no state
+        shutil.rmtree(path.rename(directory / f".{path.name}.flce-old"))  # a half removed folder is no state
     for left in (*directory.glob(".step-*.flce-partial"), *directory.glob(".step-*.flce-old")):
         descriptor = os.open(left, os.O_RDONLY)
         try:
@@ -284,7 +284,7 @@ def _point_to(folder: Path, keep: int) -> None:
 
 
 def _order_of(folder: Path) -> int:
-    """Which of the states in its directory was saved when: 1, 2, …; 0 where that is not known."""
+    """The place of a state in the order of saving: 1, 2, …; 0 where it is not known."""
     try:
         order = read_json(folder / MANIFEST).get("order", 0)
     except CheckpointError:

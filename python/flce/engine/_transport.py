@@ -69,13 +69,13 @@ class StageModule(nn.Module):
         if self.finish is not None and self.stage.is_last:
             self.finish(hidden, microbatch)
         if torch.is_grad_enabled() and not hidden.requires_grad:
-            hidden = hidden.detach().requires_grad_()  # of frozen layers alone: backward ends here
+            hidden = hidden.detach().requires_grad_()  # output of frozen layers alone: backward ends here
         # Schedules that split backward detach outputs in place, which a view refuses.
         return hidden.clone() if torch.is_grad_enabled() and hidden._is_view() else hidden.contiguous()
 
     @contextmanager
     def noting(self) -> Iterator[None]:
-        """Round what this rank computes, as against what it waits for."""
+        """Notes an error of this rank's own computing, not of its waiting for others."""
         try:
             yield
         except BaseException as error:
@@ -183,7 +183,7 @@ class EngineStage(_TorchStage):  # type: ignore[misc]
                 info.buffer = info.buffer.detach().to(self._computes_on).requires_grad_(requires_grad)
 
     def _let_go(self, infos: tuple[Any, ...]) -> None:
-        """Of buffers; torch up to 2.14 wants a tensor there."""
+        """Frees buffers; torch up to 2.14 wants a tensor there."""
         for info in infos:
             if getattr(info, "buffer", None) is not None:
                 info.buffer = torch.empty(0, dtype=info.buffer.dtype, device=self.device)

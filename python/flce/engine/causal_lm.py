@@ -56,7 +56,7 @@ class CausalLMStage(Stage):
 
     @property
     def layers(self) -> list[nn.Module]:
-        """Those of this stage."""
+        """Layers of this stage."""
         return list(self.get_submodule(self.plan.names.layer[:-1]).children())
 
     @property
@@ -80,7 +80,7 @@ class CausalLMStage(Stage):
 
     @property
     def dtype(self) -> torch.dtype:  # type: ignore[override]
-        """That of the layers' parameters."""
+        """Dtype of the layers' parameters."""
         return next(self.layers[0].parameters()).dtype
 
     @property
@@ -194,14 +194,14 @@ def causal_lm_stage(
 
     Args:
         model_or_config: a model of transformers, whose modules of this stage are taken over and not copied: the model itself cannot be
-            called any more, and what no stage took is freed with it. Or a config, or a folder with a config.json: this stage's modules are
-            made, and nothing of the other stages takes memory.
+            called any more, and modules that no stage took are freed with it. Or a config, or a folder with a config.json: this stage's
+            modules are made, and nothing of the other stages takes memory.
         stage, num_stages: which, counted from 0, of how many: 1 to the number of layers.
-        critic: a value head on the last stage, `score`, an nn.Linear of one row without bias, in place of the output layer. Of a
+        critic: a value head on the last stage, `score`, an nn.Linear of one row without bias, in place of the output layer. From a
             ForSequenceClassification model with one label it is the model's own.
         dtype: of the parameters; None: the model's, or the config's dtype. A rotary embedding stays in fp32.
-        device: of the parameters; None: the model's, or torch's default device. "meta", of a config: parameters without memory for
-            `load_state_dict(..., assign=True)`; what no checkpoint has (rotary frequencies) is on the CPU then.
+        device: of the parameters; None: the model's, or torch's default device. "meta", with a config: parameters without memory for
+            `load_state_dict(..., assign=True)`; tensors that no checkpoint has (rotary frequencies) are on the CPU then.
         seed: of parameters that are made, by the model's own initialisation. Every module draws from `seed` and its name, so the weights
             are the same for every number of stages and on every rank (of the same kind of device), and copies of a tied embedding are
             equal. They are not those that transformers draws from the same seed. Torch's own generator stays as it is.
@@ -306,7 +306,7 @@ def _refuse_model(model: Any, plan: _plan.StagePlan, critic: bool) -> None:
 
 
 def _modules_of(model: Any, plan: _plan.StagePlan, stage: int, critic: bool) -> dict[str, nn.Module]:
-    """What the stage has of `model`, by name."""
+    """Modules of `model` that the stage has, by name."""
     names, base = plan.names, plan.names.layer.split(".")[0]
     wanted = [f"{names.layer}{number}" for number in plan.layers(stage)]
     if stage == 0:
@@ -366,7 +366,7 @@ def _initialise(stage: CausalLMStage, whole: Any, names: list[str], seed: int) -
                 continue
             for name, part in reversed(list(stage.get_submodule(top).named_modules(prefix=top))):  # a block comes behind its parts
                 _draw(whole, part, name, seed)
-        if stage.is_last and stage.tied_weight is not None and "lm_head" in names:  # as the first stage draws it
+        if stage.is_last and stage.tied_weight is not None and "lm_head" in names:  # drawn as on the first stage
             embedding = whole.get_submodule(stage.plan.names.embedding.removesuffix(".weight"))
             embedding.weight = stage.tied_weight
             _draw(whole, embedding, stage.plan.names.embedding.removesuffix(".weight"), seed)
@@ -413,8 +413,8 @@ def _original_length(rotary: Any) -> int:
 
 
 def _rotations(rotary: Any, hidden: Tensor, batch: PackedBatch) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [1, T, d] of the tokens' places. Where a sequence's length changes them, each sequence has its own: neither those
-    beside it nor those before count."""
+    """Cosines and sines [1, T, d] of the tokens' places. Where a sequence's length changes them, each sequence has its own, for any
+    neighbours and any earlier sequences."""
     places = batch.position_ids.unsqueeze(0)
     if not _depends_on_length(rotary):
         cosines, sines = rotary(hidden, places)
