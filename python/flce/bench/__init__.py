@@ -1,5 +1,5 @@
-"""What a user would choose between, at a shape of their own: time, memory and errors of flce, torch, torch.compile, Liger, CCE, QuACK and
-TRL, those that are installed.
+"""A user's choices at a shape of their own: time, memory and errors of flce, torch, torch.compile, Liger, CCE, QuACK and TRL, those that
+are installed.
 
     python -m flce.bench --compare torch,compile,liger,cce,quack,trl --num-tokens 4096 --hidden-size 2048 --vocab-size 151936
     result = flce.bench.compare(num_tokens=4096, hidden_size=2048, vocab_size=151936)

@@ -45,26 +45,27 @@ def compare(
     memory: bool = True,
     progress: Callable[[str], None] | None = None,
 ) -> dict[str, Any]:
-    """Time, memory and errors of flce and of what else computes this loss, at one layer and one or several numbers of tokens.
+    """Time, memory and errors of flce and of its peers, at one layer and one or several numbers of tokens.
 
     Args:
         compare: names out of torch, torch-native, compile, liger, cce, quack, trl (also as one text, separated by commas), or objects of
             `flce.bench.Contender`. One that is not installed or cannot do this problem is in the result with the reason.
         num_tokens: rows of hidden, one number or several.
-        hidden_size, vocab_size, dtype ("bf16", "fp16", "fp32" or torch's), bias, softcap, logit_scale: the layer. Those that are left out
-            come from spec ("D=2048,V=151936,dtype=bf16", as the flce command takes it) or hf_config (a config.json), of which one may be
-            given. dtype is bf16 on a GPU and fp32 on a CPU where nothing says it.
+        hidden_size, vocab_size, dtype ("bf16", "fp16", "fp32" or torch's), bias, softcap, logit_scale: the layer. Fields that are left
+            out come from spec ("D=2048,V=151936,dtype=bf16", as the flce command takes it) or hf_config (a config.json); one of the two may
+            be given. dtype is bf16 on a GPU and fp32 on a CPU where nothing says it.
         device: "cuda", "cuda:1" or "cpu"; None: cuda where there is one.
         ignored: share of the tokens whose target is ignored.
         pass_: "forward_backward", or "forward", which is without gradients.
         frozen: "weight" or "hidden", which then gets no gradient.
-        logit_std: standard deviation of the random logits, before scale and cap. What skips small probabilities hangs on it.
+        logit_std: standard deviation of the random logits, before scale and cap. Implementations that skip small probabilities depend on
+        it.
         flce: its variants: "default", "all" (all logits retained), "none" (nothing retained).
         workspace_limits: bytes; a variant of flce for each.
         rounds: how many; None: as many as `seconds` allow, from 3 to 100.
         seconds: of rounds, for each number of tokens. The reference, compilers and memory come on top.
         memory: False measures none, which on a CPU spares a process for each contender.
-        progress: told what is being done, in words.
+        progress: told of each step, in words.
 
     Returns:
         {"schema", "context", "shapes"}, ready for JSON: for each number of tokens "problem", "reference", "floor" (the bare GEMMs in the
@@ -160,7 +161,7 @@ def _of_spec(spec: str) -> dict[str, Any]:
 
 
 def _of_config(path: Path) -> dict[str, Any]:
-    """Of a config.json of transformers: sizes, dtype, bias, cap and scale, as `flce prewarm --hf-config` reads it."""
+    """Layer of a config.json of transformers: sizes, dtype, bias, cap and scale, as `flce prewarm --hf-config` reads it."""
     try:
         config = path.read_bytes()
     except OSError as error:

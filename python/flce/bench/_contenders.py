@@ -1,4 +1,4 @@
-"""What is compared with flce: each implementation by its own public function."""
+"""Contenders beside flce: each implementation by its own public function."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ class NotComparedError(Exception):
 class Contender:
     """One row of the table. A subclass names itself, says what it lacks, and makes its loss."""
 
-    name: str  # of the row
-    key: str  # of --compare
+    name: str  # the row's
+    key: str  # its name in --compare
     package = "torch"  # on PyPI
     repository = ""  # where no release on PyPI will do
-    lacks: frozenset[str] = frozenset()  # of "bias", "softcap", "logit_scale", "cpu"
+    lacks: frozenset[str] = frozenset()  # out of "bias", "softcap", "logit_scale", "cpu"
 
     def version(self) -> str | None:
-        """Of the installed package; None where it is not installed."""
+        """Version of the installed package; None where it is not installed."""
         try:
             return importlib.metadata.version(self.package)
         except importlib.metadata.PackageNotFoundError:
@@ -275,14 +275,14 @@ NAMES = tuple(dict.fromkeys(peer.key for peer in PEERS))
 
 
 def chosen(names: Sequence[str | Contender]) -> list[Contender]:
-    """Of each name its contenders; an object stands for itself. Raises ArgumentError for a name that there is not."""
+    """Contenders of each name; an object stands for itself. Raises ArgumentError for a name that there is not."""
     found: list[Contender] = []
     for name in names:
         if isinstance(name, Contender):
             found.append(name)
             continue
         mine = [peer for peer in PEERS if peer.key == name]
-        if not mine and name != "flce":  # which is always there
+        if not mine and name != "flce":  # flce is always there
             raise errors.ArgumentError(f"compare has {name!r}; allowed are {', '.join(NAMES)}")
         found += [peer for peer in mine if peer not in found]
     return found

@@ -23,14 +23,14 @@ Progress = Callable[[str], None]
 LOSS_BOUND = {"bf16": 1e-2, "fp16": 1e-2, "fp32": 1e-3}
 GRADIENT_BOUND = {"bf16": 0.1, "fp16": 0.1, "fp32": 1e-2}
 LEAST_ROUNDS, MOST_ROUNDS = 3, 100
-WARM_SECONDS = 1.0  # of GEMMs before the first round on a GPU, whose clocks rise with work
+WARM_SECONDS = 1.0  # GEMMs before the first round on a GPU, whose clocks rise with work
 FAILURES = (Exception,)
 _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "alloc_cpu")
 
 
 @dataclasses.dataclass
 class Row:
-    """What is known of one contender at one problem."""
+    """Results of one contender at one problem."""
 
     contender: Contender
     status: str = "ok"  # or "skipped", "failed", "wrong"
@@ -220,7 +220,7 @@ def _turns(
             progress(f"round {turn + 1}")
         if floor is not None:
             floors.append(stopwatch(floor))
-        for row in rows if turn % 2 else reversed(rows):  # what goes before leaves the chip hot or cool
+        for row in rows if turn % 2 else reversed(rows):  # the contender before leaves the chip hot or cool
             if problem.on_gpu:  # an untimed step first: torch's allocator has its blocks as in a run of its own
                 _try(row, problem, lambda loss: run_step(loss, inputs))
             inputs.clear()
@@ -256,7 +256,7 @@ def measure(
     progress: Progress,
 ) -> dict[str, Any]:
     """One problem: its entry in the result."""
-    torch._dynamo.reset()  # what was compiled for another problem counts towards a limit
+    torch._dynamo.reset()  # code compiled for another problem counts towards a limit
     inputs = make_inputs(problem)
     progress("the reference")
     expected = reference(inputs)

@@ -1,4 +1,4 @@
-"""What is compared: one output layer and loss, its tensors, and the reference that results are held to."""
+"""The problem of a comparison: one output layer and loss, its tensors, and the reference that results are held to."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 PASSES = ("forward_backward", "forward")
 FROZEN = (None, "hidden", "weight")
 IGNORE_INDEX = -100
-_TILE_BYTES = 256 << 20  # of the reference's logits
+_TILE_BYTES = 256 << 20  # the reference's logits at a time
 # Multiply-adds of the reference's four GEMMs up to which it is computed in fp64.
 _FP64_WORK = {"cpu": 5e11, "cuda": 5e13}
 
@@ -117,7 +117,7 @@ class Inputs:
             getattr(self, name).grad = None
 
     def gradients(self) -> dict[str, Tensor]:
-        """Of the last step, by "grad_hidden", …; a missing one is left out."""
+        """Gradients of the last step, by "grad_hidden", …; a missing one is left out."""
         found = {f"grad_{name}": getattr(self, name).grad for name in self.problem.wanted}
         return {name: gradient for name, gradient in found.items() if gradient is not None}
 
@@ -126,7 +126,7 @@ class Inputs:
 
 
 def make_inputs(problem: Problem) -> Inputs:
-    """The same on every call for the same problem and device."""
+    """Draws a problem's tensors, the same on every call for the same problem and device."""
     device, dtype = torch.device(problem.device), DTYPES[problem.dtype]
     generator = torch.Generator(device=device).manual_seed(problem.seed)
 

@@ -1,4 +1,4 @@
-"""What a comparison says of itself: the machine and versions, the table, the plot."""
+"""A comparison's report: the machine and versions, the table, the plot."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _processor() -> str:
 
 
 def _commit() -> str | None:
-    """Of the checkout that this package is in; None for an installed one."""
+    """Commit of the checkout that this package is in; None for an installed one."""
     package = Path(flce.__file__).resolve().parent
     tracked = _output("git", "ls-files", "--error-unmatch", "__init__.py", folder=package)
     return _output("git", "describe", "--always", "--dirty", folder=package) if tracked else None

@@ -95,5 +95,5 @@ def _measured(asked: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Of the process: a problem and a contender on stdin, its bytes on stdout."""
+    """Runs the process: a problem and a contender on stdin, its bytes on stdout."""
     print(json.dumps(_measured(json.load(sys.stdin))))

@@ -1,4 +1,4 @@
-"""What several stand-ins need: reductions, and means over nothing."""
+"""Helpers of several stand-ins: reductions, and means over nothing."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ _IMPLEMENTATIONS = frozenset(impl.name.lower() for impl in LinearCrossEntropyImp
 
 @dataclass
 class VocabParallelOptions:
-    """Which rows [start, stop) of the whole weight this rank of `group` has (None: the default group), and whether e's gradient is the sum
+    """Rows [start, stop) of the whole weight that this rank of `group` has (None: the default group), and whether e's gradient is the sum
     over its ranks or this rank's part of it."""
 
     start: int
@@ -132,7 +132,7 @@ def _over_ranks(options: VocabParallelOptions, c: Tensor, bias: Tensor | None) -
 
 
 def _without_end(values: Tensor, shift: int) -> Tensor:
-    """Of values that lie as hidden does, those that predict anything."""
+    """Drops the last `shift` positions, which predict nothing, from values that lie as hidden does."""
     return values[..., :-shift] if shift else values
 
 

@@ -28,7 +28,7 @@ _REDUCTIONS = ("mean", "sum", "none")
 
 @dataclass
 class CrossEntropyOutput:
-    """What is returned where more than the loss is asked for; None is what was not."""
+    """Outputs where more than the loss is asked for; None for those that were not."""
 
     loss: Tensor
     z_loss: Tensor | None = None
@@ -113,7 +113,7 @@ class LigerFusedLinearCrossEntropyFunction:
 
 
 def _reduced(values: Tensor, reduction: str, valid: Tensor) -> Tensor:
-    """Of values that are 0 in ignored rows; 0 where all rows are ignored."""
+    """Reduces values that are 0 in ignored rows; 0 where all rows are ignored."""
     if reduction == "none":
         return values
     return values.sum() / valid.sum().clamp(min=1) if reduction == "mean" else values.sum()

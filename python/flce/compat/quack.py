@@ -23,7 +23,7 @@ def chunked_linear_cross_entropy(
     tuned: bool = True,
     use_scaled_exp: bool | None = None,
 ) -> Tensor:
-    """The loss of x [..., D] with weight [V, D] against target, int64 or int32, with as many elements as x has rows: an fp32 scalar.
+    """The loss of x [..., D] with weight [V, D] against target, int64 or int32, one element for each row of x: an fp32 scalar.
 
     The mean is NaN where no row is valid. chunk_size (a multiple of 8), tuned and use_scaled_exp change nothing: they choose how fast QuACK
     computes.

@@ -184,5 +184,5 @@ def _in_two_steps(
     return F.cross_entropy(logits, target, weight, ignore_index=ignored, reduction=reduction, label_smoothing=label_smoothing)
 
 
-# torch's own, whatever stands in its place later.
+# The function of torch itself, for any later stand-in in its place.
 _of_torch: Any = getattr(F, "linear_cross_entropy", _in_two_steps)

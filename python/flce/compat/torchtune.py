@@ -125,7 +125,7 @@ class LinearCrossEntropyLoss(nn.Module):
 
 
 def _operands(projection: Any, hidden: Tensor) -> _heads.Operands | None:
-    """What the output layer multiplies; None where only calling it tells."""
+    """The factors that the output layer multiplies; None where only calling it tells."""
     if _is_tied(projection):
         return _heads.Operands(hidden, projection.tied_module.weight, None)
     if not issubclass(type(projection), nn.Module):

@@ -11,7 +11,7 @@ from flce.compat._common import check_reduction
 
 __all__ = ["linear_cross_entropy"]
 
-_NO_LABEL = -(1 << 63)  # every row counts, so what is ignored is what no label is
+_NO_LABEL = -(1 << 63)  # an ignore_index that no label has: every row counts
 
 
 def linear_cross_entropy(

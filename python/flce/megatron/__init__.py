@@ -19,19 +19,19 @@ __all__ = ["OutputProcessor", "mtp_acceptance", "output_processor", "patch", "pr
 
 
 class OutputProcessor:
-    """What `GPTModel.forward(output_processor=...)` calls in place of its output layer and its loss.
+    """The object that `GPTModel.forward(output_processor=...)` calls in place of its output layer and its loss.
 
     Args:
         main_grad: backward adds the weight's gradient to weight.main_grad, and gives autograd a dummy of the weight's shape for
             DistributedDataParallel's hooks. None: where the layer's gradient_accumulation_fusion is on and kernels can write main_grad
-            (contiguous, at a multiple of 16 bytes); True: always, which needs neither Apex nor Transformer Engine; False: never.
+            (contiguous, at a multiple of 16 bytes); True: always, without Apex and Transformer Engine; False: never.
         return_entropy: return (loss, entropy), each [b, s].
         options: of `flce.linear_cross_entropy`: ignore_index, softcap, label_smoothing, z_loss, temperature (a number), dft,
             batch_invariant, workspace_limit_bytes, retain_in_grad_weight, reduce_dtype, and vocab_size: classes of the whole layer. Rows at
             and past it, the padding of Megatron's vocabulary, then have no probability; without it they are classes like any other, as in
             Megatron's loss.
 
-    Raises ArgumentError, DTypeError, SpecError for what is no option, or is out of its range.
+    Raises ArgumentError, DTypeError, SpecError for an unknown option, or one out of its range.
     """
 
     def __init__(self, *, main_grad: bool | None = None, return_entropy: bool = False, **options: Any) -> None:

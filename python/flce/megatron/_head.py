@@ -1,4 +1,4 @@
-"""The output layer of a Megatron model: what is understood of it, what stands for its logits, and their loss."""
+"""The output layer of a Megatron model: its factors and options, the stand-in for its logits, and their loss."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _CHECKED = (
     "retain_in_grad_weight",
 )
 _OPTIONS = frozenset({*_CHECKED, "ignore_index", "vocab_size", "reduce_dtype"})
-_OWN_FUSIONS = ("native", "te")  # of config.cross_entropy_fusion_impl: cross entropies of logits, whose formula is flce's
+_OWN_FUSIONS = ("native", "te")  # config.cross_entropy_fusion_impl's cross entropies of logits, whose formula is flce's
 _INSTEAD = "leave that out, or keep Megatron's own loss"
 
 
@@ -43,9 +43,9 @@ def core(module: str) -> Any:
 
 
 class Settings(NamedTuple):
-    """What a caller has chosen for the loss."""
+    """A caller's choices for the loss."""
 
-    options: dict[str, Any]  # of flce.linear_cross_entropy
+    options: dict[str, Any]  # options of flce.linear_cross_entropy
     main_grad: bool | None
 
 
@@ -66,7 +66,7 @@ def settings_of(main_grad: Any, options: Mapping[str, Any]) -> Settings:
 
 class UnmadeLogits:
     """Stands for logits [s, b, v] between an output layer and the loss. They can be scaled, and asked for the largest class once their loss
-    is computed; whatever else is done with them is an ArgumentError."""
+    is computed; any other use is an ArgumentError."""
 
     def __init__(self, layer: Any, hidden: Tensor, weight: Tensor, scale: float = 1.0) -> None:
         self.layer, self.hidden, self.weight, self.scale = layer, hidden, weight, scale
@@ -100,8 +100,8 @@ class UnmadeLogits:
         return int(self.weight.shape[0])
 
     def max(self, dim: int | None = None) -> tuple[Tensor, Tensor]:
-        """What is enough to find the rank that has the largest logit, as Megatron does for an argmax over ranks: 1 and this rank's row of
-        it where it is here, 0 and 0 elsewhere. The logit's own value is not known."""
+        """Enough to find the rank that has the largest logit, as Megatron does for an argmax over ranks: 1 and this rank's row of it where
+        it is here, 0 and 0 elsewhere. The logit's own value is not known."""
         top1 = self.argmax(dim) - self.vocab_start
         here = (top1 >= 0) & (top1 < self.weight.shape[0])
         return here.float(), torch.where(here, top1, 0)

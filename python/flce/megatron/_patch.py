@@ -18,15 +18,15 @@ _KINDS = ("GPTModel", "MambaModel", "HybridModel")  # all of them end in an outp
 
 
 class Tap:
-    """What a patched model keeps in its __dict__; no parameter, buffer or submodule of it, copied with it."""
+    """State that a patched model keeps in its __dict__; no parameter, buffer or submodule of it, copied with it."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.active = False
         self.depths = 0  # heads of multi-token prediction, whose losses come before the model's own
-        self.seen: list[tuple[Tensor, Tensor]] = []  # of each loss of a call: most likely classes and labels, [b, s]
+        self.seen: list[tuple[Tensor, Tensor]] = []  # most likely classes and labels of each loss of a call, [b, s]
         self.losses = 0
-        self.weights: dict[int, Tensor] = {}  # of a call: what stands for a weight whose main_grad is added to
+        self.weights: dict[int, Tensor] = {}  # stand-ins of a call for weights whose main_grad is added to
         self.counts: Tensor | None = None  # [depths, 2] fp32: accepted and counted tokens
 
     def loss(self, labels: Tensor, logits: UnmadeLogits) -> Tensor:
@@ -61,7 +61,7 @@ def _forward(model: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _without_logits(model: Any, own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What the model's method `own` returns, with losses in the place of logits where it has labels."""
+    """Runs the model's method `own`, with losses in the place of logits where it has labels."""
     tap: Tap = model._flce_tap
     given = inspect.signature(own).bind(model, *args, **kwargs).arguments
     infers = given.get("inference_context") is not None or given.get("inference_params") is not None
@@ -131,7 +131,7 @@ def _kind_of(model: Any) -> Any:
 
 
 def _replacements(model: Any) -> list[tuple[Any, str, Any]]:
-    """What a patched model has instead of its methods: (holder, name, function)."""
+    """Functions that replace a patched model's methods: (holder, name, function)."""
     entry = ("_postprocess", _postprocess) if hasattr(type(model), "_postprocess") else ("forward", _forward)
     loss = ("compute_language_model_loss", _compute_language_model_loss)
     return [(model, *entry), (model, *loss), (model.output_layer, "forward", _layer_forward)]
@@ -196,7 +196,7 @@ def unpatch(model: Any) -> Any:
 
 def mtp_acceptance(model: Any, group: Any = None, *, reset: bool = True) -> Tensor:
     """[mtp_num_layers, 2] fp32: for each depth of multi-token prediction, how often its most likely class was the token, and how many
-    tokens were counted, those whose rolled loss_mask is not 0. Of all training calls of a patched model since the last reset.
+    tokens were counted, those whose rolled loss_mask is not 0. Counts all training calls of a patched model since the last reset.
 
     Args:
         model: on the rank that has its output layer.

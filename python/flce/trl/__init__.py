@@ -1,15 +1,15 @@
 """TRL's trainers on flce's kernels: `patch` puts flce where TRL computes an output layer's log-probabilities, `unpatch` takes it back.
 
 TRL >= 1.15 gives models a fused head (`trl.trainer.utils.add_fused_lm_head`). SFTTrainer, DPOTrainer, GRPOTrainer, RLOOTrainer, KTOTrainer
-and the experimental AsyncGRPOTrainer compute their losses from what that head gives for a token: log-probability, entropy, log Σp², mean
+and the experimental AsyncGRPOTrainer compute their losses from that head's numbers for a token: log-probability, entropy, log Σp², mean
 logit, and whether the label is the likeliest token. All of it comes from one function of TRL's, ChunkedLogProbFunction, in whose place
 flce's is put. The experimental AsyncDistillationTrainer has a function of its own for a teacher's likeliest tokens, `_chunked_jsd_loss`,
 which is replaced as well.
 
-What stays TRL's own:
+These parts stay TRL's own:
 
 - `ChunkedDivergenceFunction` of DistillationTrainer, a divergence of two whole softmaxes, which flce does not have;
-- what takes the model's logits: `compute_loss_func`, label smoothing, `compute_metrics`, and the experimental trainers A2PO, CPO, GKD,
+- users of the model's logits: `compute_loss_func`, label smoothing, `compute_metrics`, and the experimental trainers A2PO, CPO, GKD,
   GOLD, IW-OPD, Online DPO, ORPO, SDFT, SDPO, ServerDistillation and TPO;
 - a reward model's head, which has no vocabulary.
 """
@@ -32,7 +32,7 @@ _places: set[tuple[ModuleType, str]] = set()  # names that hold a stand-in; empt
 
 
 class Patched:
-    """What `patch` returns. `with flce.trl.patch():` unpatches at its end, unless TRL was patched before it began."""
+    """Handle that `patch` returns. `with flce.trl.patch():` unpatches at its end, unless TRL was patched before it began."""
 
     def __init__(self, made: bool) -> None:
         self._made = made
@@ -74,7 +74,7 @@ def patch(*modules: ModuleType) -> Patched:
 
 
 def unpatch() -> None:
-    """Takes back what `patch` did, in modules imported since then as well. What is not patched stays as it is."""
+    """Takes `patch` back, in modules imported since then as well. Modules that are not patched stay as they are."""
     with _lock:
         for place, stand_in in _stand_ins:
             for module in {*_own.modules_of_trl(), *(module for module, _ in _places)}:

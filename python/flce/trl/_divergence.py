@@ -15,7 +15,7 @@ from torch import Tensor
 from flce import errors, functional
 from flce.trl import _own
 
-_MOST_CLASSES = 256  # of linear_topk_distillation
+_MOST_CLASSES = 256  # the most teacher's ids that linear_topk_distillation takes
 
 
 def chunked_jsd_loss(
@@ -105,7 +105,8 @@ def _of_teachers(parts: Tensor, teacher: Tensor, support: Tensor, index: Tensor 
 
 
 def _divergence(student: Tensor, teacher: Tensor, valid: Tensor, beta: float, add_tail_bucket: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """What TRL's own functions make of log-probabilities [N, K]: parts of the divergence, the teacher's distribution, which are of it."""
+    """Runs TRL's own functions on log-probabilities [N, K]: parts of the divergence, the teacher's distribution, and a mask of its
+    classes."""
     module: Any = sys.modules[_own.DIVERGENCE.module]
     student = student.masked_fill(~valid, float("-inf"))
     teacher = teacher.float().masked_fill(~valid, float("-inf"))

@@ -11,8 +11,8 @@ from flce import functional
 from flce.trl import _own
 from flce.trl._own import OPTIONAL_OUTPUTS
 
-_NO_TARGET = -(1 << 63)  # every row counts, so what is ignored is what no target is
-_ROWS = 8192  # of a weight or of hidden states at a time, where a sum over them is made
+_NO_TARGET = -(1 << 63)  # an ignore_index that no target has: every row counts
+_ROWS = 8192  # rows of a weight or of hidden states at a time, where a sum over them is made
 _MEAN_LOGITS_CHUNK = 4096  # classes of TRL's tiles where they are there for the mean logit alone
 
 
@@ -32,15 +32,16 @@ class ChunkedLogProbFunction:
         outputs: tuple[str, ...] = OPTIONAL_OUTPUTS,
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
         """(logprobs, entropy, log_sum_sq_probs, mean_logits, is_top1) of softcap(logit_scale · (hidden · weightᵀ + bias)) / temperature at
-        targets: [N], is_top1 bool and the others fp32; None for what `outputs` does not name. logprobs and entropy are differentiable.
+        targets: [N], is_top1 bool and the others fp32; None for outputs that `outputs` does not name. logprobs and entropy are
+        differentiable.
 
         hidden [N, H], weight [V, H], bias [V], targets [N] int64 or int32. is_top1 is True where the target is the first of the largest
         logits. A target outside the vocabulary gives 0 and False, and `flce.check_labels` reports it. chunk_size changes nothing. A weight
         of another floating dtype than hidden's is read in hidden's, in autocast in its dtype.
 
-        What flce does not compute goes to TRL's own function, which is logged once with the reason: float64, devices that are neither a
-        CPU nor a GPU of sm_80 or newer, a weight of DeepSpeed's ZeRO-3, a scale or cap of 0. Raises the errors of `flce.linear_logprobs`,
-        which are RuntimeErrors as those of TRL's, naming the argument; ZeroDivisionError for a temperature of 0.
+        Calls that flce does not compute go to TRL's own function, which is logged once with the reason: float64, devices other than a CPU
+        and a GPU of sm_80 or newer, a weight of DeepSpeed's ZeRO-3, a scale or cap of 0. Raises the errors of `flce.linear_logprobs`, which
+        are RuntimeErrors as those of TRL's, naming the argument; ZeroDivisionError for a temperature of 0.
         """
         _own.check_temperature(temperature)
         given = (hidden, weight, bias, targets, temperature, chunk_size, final_logit_softcapping, logit_scale, tuple(outputs))
@@ -73,7 +74,7 @@ class ChunkedLogProbFunction:
 
 @torch.no_grad()
 def _mean_logits(given: tuple[Any, ...]) -> Tensor:
-    """The mean over the vocabulary of what the softmax is of, [N] fp32, without a gradient.
+    """The mean over the vocabulary of the softmax's logits, [N] fp32, without a gradient.
 
     Without a cap it is linear in hidden: one product with the mean of the weight's rows. With one, TRL's own function makes tiles of logits
     for it.

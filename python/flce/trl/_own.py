@@ -17,7 +17,7 @@ from torch import Tensor
 from flce import errors
 from flce._checks import DTYPES
 
-OLDEST = (1, 15)  # of TRL
+OLDEST = (1, 15)  # the oldest TRL that is taken
 TESTED = "1.16.0"
 OPTIONAL_OUTPUTS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 _OLDEST_GPU = (8, 0)
@@ -124,13 +124,13 @@ def check_temperature(temperature: Any) -> None:
 
 
 def compute_dtype(hidden: Tensor) -> torch.dtype:
-    """What TRL computes logits in."""
+    """Dtype in which TRL computes logits."""
     device_type = hidden.device.type
     return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else hidden.dtype
 
 
 def as_read(parameter: Tensor, dtype: torch.dtype) -> Tensor:
-    """`parameter` as flce takes it beside hidden states of `dtype`. An fp32 one stays: kernels round it as they read it. What has no
+    """`parameter` as flce takes it beside hidden states of `dtype`. An fp32 one stays: kernels round it as they read it. A tensor without a
     floating dtype, such as a quantised weight, stays as it is and is refused."""
     if parameter.dtype in (dtype, torch.float32) or parameter.dtype not in (*DTYPES, torch.float64):
         return parameter
@@ -155,7 +155,7 @@ def _why_own(hidden: Tensor, weight: Tensor, numbers: dict[str, float | None]) -
     if compute_dtype(hidden) is torch.float64:
         return "hidden states are in torch.float64, and flce computes in float32, bfloat16 and float16"
     if device.type == "cuda":
-        gpu = torch.cuda.get_device_properties(device)  # which torch.compile reads while it traces
+        gpu = torch.cuda.get_device_properties(device)  # torch.compile reads these properties while it traces
         if (gpu.major, gpu.minor) < _OLDEST_GPU:
             return f"{gpu.name} is older than sm_80"
     for name, number in numbers.items():
