@@ -129,7 +129,7 @@ def _sizes_of(config_class: Any, besides: dict[str, Any]) -> dict[str, Any]:
 
 
 def tiny_causal_lm(class_name: str, *, routers: bool = False) -> Any:
-    """A random model of the class, in training mode; with `routers` it asks for its routers' losses. Raises whatever the class raises where
+    """A random model of the class, in training mode; with `routers` it asks for its routers' losses. Errors of the class pass through where
     its config cannot be made small by name."""
     model_class = getattr(transformers, class_name)
     config = model_class.config_class(**_sizes_of(model_class.config_class, _BESIDES.get(class_names()[class_name], {})))
@@ -159,7 +159,7 @@ def batch() -> dict[str, Any]:
 
 
 def batches(model: Any) -> dict[str, dict[str, Any]]:
-    """What a loss may treat in a way of its own: masks, zeros of a mask under labels, padding, a sequence without labels."""
+    """Batches that a loss may treat in a way of its own: masks, zeros of a mask under labels, padding, a sequence without labels."""
     tokens = batch()
     if model.main_input_name in ("input_features", "input_values"):
         features = torch.randn(2, getattr(model.config, "num_mel_bins", 80), 64, generator=generator(3))
@@ -193,7 +193,7 @@ def encoder_decoder_names() -> dict[str, str]:
 
 
 def tiny_encoder_decoder(class_name: str) -> Any:
-    """A random model of the class without dropout, in training mode. Raises whatever the class raises where its config cannot be made small
+    """A random model of the class without dropout, in training mode. Errors of the class pass through where its config cannot be made small
     by name."""
     model_class = getattr(transformers, class_name)
     if class_name == "EncoderDecoderModel":

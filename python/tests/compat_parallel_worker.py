@@ -24,7 +24,7 @@ from flce.compat import cce, torchtune, verl
 from flce.compat.torchtune import LinearCrossEntropyLoss
 
 MESH: list[DeviceMesh] = []
-# Of a rank, where slices are equal. Ranks agree once for each shape of a slice, so that it must be none that 63 classes give some of them.
+# Rows of a rank where slices are equal. Ranks agree once for each shape of a slice, so slices of 63 classes must not have this size.
 ROWS = 24
 
 
@@ -119,7 +119,7 @@ def a_sum_in_fp32() -> None:
     ranks, rank = dist.get_world_size(), dist.get_rank()
     layer = layer_of(torch.bfloat16, ignore_index=None, vocab_size=ROWS * ranks)
     with torch.no_grad():
-        layer.weight.add_(64.0)  # of every class: what the softmax's gradient, which adds up to 0, does not feel
+        layer.weight.add_(64.0)  # shifts every class: the softmax's gradient, which adds up to 0, does not feel it
     exact = layer.in_double()
     F.cross_entropy(exact.logits(), layer.target, reduction="sum").backward()
     options = cce.VocabParallelOptions(ROWS * rank, ROWS * (rank + 1), dist.group.WORLD)

@@ -1,4 +1,4 @@
-"""What flce.compat stands in for, and how the signatures of both are read.
+"""Peers that flce.compat stands in for, and readers of both signatures.
 
 A peer's is read from the source of its installed package, without importing it (most need a GPU or triton), or, where no release has the
 function, from a declaration here.
@@ -23,7 +23,7 @@ _OF_THE_INSTANCE = ("self", "cls", "ctx")
 
 class Argument(NamedTuple):
     name: str
-    kind: str  # of inspect.Parameter
+    kind: str  # name of a kind of inspect.Parameter
     default: Any = REQUIRED
 
 
@@ -35,7 +35,7 @@ def of_callable(function: Callable[..., Any]) -> list[Argument]:
 
 
 def of_source(source: str, name: str) -> list[Argument]:
-    """The same of `name`, a function, "Class.method" or a dataclass, defined at the top level of `source`."""
+    """The arguments of `name`, a function, "Class.method" or a dataclass, defined at the top level of `source`."""
     module = ast.parse(source)
     *classes, last = name.split(".")
     body: list[ast.stmt] = module.body

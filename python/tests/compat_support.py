@@ -1,4 +1,4 @@
-"""What the tests of flce.compat share: problems, formulas in fp64 with the logits written out, and the comparison of gradients."""
+"""Helpers for the tests of flce.compat: problems, formulas in fp64 with the logits written out, and the comparison of gradients."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def check_gradients(actual: Sequence[Tensor], expected: Sequence[Tensor], layer:
     upstream = [torch.randn(value.shape, generator=generator, device="cpu") for value in actual]
     leaves, right_leaves = layer.leaves(), exact.leaves()
     gradients = torch.autograd.grad(actual, leaves, [g.to(v.device, v.dtype) for g, v in zip(upstream, actual, strict=True)])
-    # What reached the adapter, so that its rounding is no error of it.
+    # Gradients as they reached the adapter, so that their rounding is no error of the adapter's.
     right_upstream = [g.to(v.device, v.dtype).double() for g, v in zip(upstream, actual, strict=True)]
     right = torch.autograd.grad(expected, right_leaves, right_upstream)
     for leaf, gradient, wanted in zip(leaves, gradients, right, strict=True):

@@ -35,7 +35,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out what is marked `nightly`, and at FLCE_TEST_LEVEL=quick what is marked `full`, unless -m asks for it."""
+    """Leaves out tests marked `nightly`, and at FLCE_TEST_LEVEL=quick tests marked `full`, unless -m asks for them."""
     levels.mark_repetitions(items)
     left_out = ["nightly", "full"] if levels.QUICK else ["nightly"]
     left_out = [marker for marker in left_out if marker not in config.getoption("markexpr")]
@@ -46,7 +46,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """Of a nightly run: how many cases of each test passed, were skipped and failed, and what they took."""
+    """Reports a nightly run: how many cases of each test passed, were skipped and failed, and their seconds."""
     if config.getoption("markexpr") != "nightly":
         return
     seconds: dict[str, float] = defaultdict(float)

@@ -144,7 +144,7 @@ def mine(data: Data) -> Data:
 
 
 def microbatches(data: Data, number: int = 2) -> list[Data]:
-    """As the engine cuts."""
+    """Cuts a batch where the engine cuts it."""
     ends = data["cu_seqlens"].tolist()
     lengths = [after - before for before, after in itertools.pairwise(ends)]
     starts = _microbatches.cut(lengths, number)
@@ -195,7 +195,7 @@ def close(stats: dict[str, float], expected: dict[str, float]) -> None:
 
 
 def rollout(seed: int = 0) -> Data:
-    """What a PPO step is given."""
+    """Data of a PPO step."""
     data = sequences(seed)
     made = generator(seed + 1)
     num_tokens, num_sequences = sum(LENGTHS), len(LENGTHS)

@@ -21,7 +21,7 @@ import flce
 from flce.engine import PackedBatch, PipelineEngine
 
 RANKS = 3
-# What happens, to which stage, and whether this process keeps the store, as torchrun does; else rank 0 does.
+# Event, stage, and whether this process keeps the store, as torchrun does; else rank 0 keeps it.
 SCENARIOS = (("kill", 0, True), ("kill", 1, True), ("kill", 0, False), ("module", 1, True), ("backward", 1, False), ("loss", 2, True))
 
 
@@ -64,7 +64,7 @@ def rank_of_a_pipeline(rank: int, what: str, where: int, answer: Any, gate: tupl
         except flce.PipelineError as error:
             said.append((error.stage, str(error)))
     answer.send(said)
-    os._exit(3)  # as a script ends that does not catch it, without waiting for others
+    os._exit(3)  # ends like a script that does not catch the error, without waiting for others
 
 
 def free_port() -> int:
@@ -75,7 +75,7 @@ def free_port() -> int:
 
 
 def scenario(what: str, where: int, agent: bool) -> list[Any]:
-    """Of each rank: [stage, message] of its errors; None of one that was killed."""
+    """Each rank's errors as [stage, message]; None for a rank that was killed."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if agent else None
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port if store else free_port()), "WORLD_SIZE": str(RANKS)}
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = str(agent)

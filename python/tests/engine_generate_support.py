@@ -1,4 +1,4 @@
-"""What generation is held against: transformers' own generate, and a loop that runs the whole model on every sequence for every token."""
+"""References for generation: transformers' own generate, and a loop that runs the whole model on every sequence for every token."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flce.engine import Generated, GenerationConfig, KVCache, PackedBatch, Pipel
 from flce.engine._sampling import Sampler
 
 FAMILIES = ["llama", "qwen3", "gemma2", "gpt2"]
-#: of prompts, longer and shorter than gemma2's window, and of one token
+#: lengths of prompts: longer and shorter than gemma2's window, and one token
 LENGTHS = [5, 9, 1, 3, 12, 7]
 PAD = 0
 
@@ -74,7 +74,7 @@ def unpipelined(model: Any, lengths: list[int], config: GenerationConfig, seed: 
 
 
 def check(result: Generated | None, expected: list[list[int]], pad: int = PAD) -> Generated:
-    """That these are the new tokens, padded behind their ends."""
+    """Checks that these are the new tokens, padded behind their ends."""
     assert result is not None
     longest = max(map(len, expected))
     assert result.lengths.tolist() == [len(tokens) for tokens in expected]
@@ -97,9 +97,9 @@ def continued(result: Generated, lengths: list[int] = LENGTHS) -> tuple[Tensor, 
 
 
 class CountingStage(Stage):
-    """Sequence b of prompt token t goes on with t + 1, t + 2, …: a stage that remembers what its cache says and not what it is given.
+    """Sequence b of prompt token t goes on with t + 1, t + 2, …: a stage that remembers its cache's tokens and not its input.
 
-    Its "keys" are the ids, so that a cache whose sequences were mixed up shows. seen: for each pass the first token of each sequence there.
+    Its "keys" are the ids, so that a cache with mixed up sequences shows. seen: for each pass the first token of each sequence there.
     """
 
     def __init__(self, stage: int, num_stages: int, vocab_size: int = 20) -> None:

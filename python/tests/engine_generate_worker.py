@@ -79,8 +79,8 @@ def expected_of_sampled(name: str, config: GenerationConfig) -> list[list[int]]:
 
 
 def sampled(name: str, config: GenerationConfig) -> None:
-    """The same tokens as from a loop over the whole model, so the same on any number of stages, and log-probabilities of the pass that
-    trains on them."""
+    """Tokens equal those of a loop over the whole model, on any number of stages, and log-probabilities equal those of the pass that trains
+    on them."""
     engine = engine_here(model_of(name))
     expected = expected_of_sampled(name, config)
     for number in (1, 2, 5):
@@ -89,7 +89,7 @@ def sampled(name: str, config: GenerationConfig) -> None:
     told = [result]
     dist.broadcast_object_list(told, dist.get_world_size() - 1)
     assert told[0] is not None
-    ids, cu_seqlens, rows = continued(Generated(*(part.to(torch.get_default_device()) for part in told[0])))  # of another GPU's
+    ids, cu_seqlens, rows = continued(Generated(*(part.to(torch.get_default_device()) for part in told[0])))  # perhaps from another GPU
     trained = engine.forward(ids, cu_seqlens, output="logprobs", temperature=config.temperature)
     if last():
         assert trained is not None
@@ -98,7 +98,7 @@ def sampled(name: str, config: GenerationConfig) -> None:
 
 
 def without_a_seed() -> None:
-    """The last stage's generator decides, whatever the others' say."""
+    """The last stage's generator decides alone."""
     engine = engine_here(model_of("llama"))
     found = []
     for others in (1, 2):

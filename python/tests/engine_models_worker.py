@@ -35,7 +35,7 @@ def trains(name: str, schedule: str, tied: bool) -> None:
     engine = PipelineEngine(stages, None, optimizer, schedule=schedule, normalize="tokens", max_grad_norm=1.0)
     of_model = dict(model.named_parameters(remove_duplicate=False))
     plan = plan_stages(model.config, num_stages)
-    ends = {plan.names.embedding, plan.names.head}  # of a tied pair each name is on its own end
+    ends = {plan.names.embedding, plan.names.head}  # each name of a tied pair is on its own end
     assert set(own) - ends == {name for name in of_model if set(plan.stages_of(name)) & set(numbers)} - ends
     for step in range(3):
         lengths = LENGTHS[step:] + LENGTHS[:step]

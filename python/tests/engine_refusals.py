@@ -1,4 +1,4 @@
-"""What a pipeline's ranks refuse together, and what they hold copies of a parameter to: cases of engine_worker.py."""
+"""Refusals that a pipeline's ranks make together, and rules for copies of a parameter: cases of engine_worker.py."""
 
 from __future__ import annotations
 
@@ -86,7 +86,8 @@ WRONG_OPTIONS: tuple[tuple[dict[str, Any], str], ...] = (
 
 
 def tied_copies_are_kept_alike() -> None:
-    """Frozen when the engine was made and trained later: as the whole model. What would part the copies is refused."""
+    """Frozen when the engine was made and trained later, both weights move as the whole model's. Changes that would part the copies are
+    refused."""
     stage, whole = ToyStage(dist.get_rank(), 2, tied=True), ToyStage(0, 1, tied=True)
     for frozen in (stage, whole):
         (frozen.tied_weight if frozen is stage else frozen.embedding).requires_grad_(False)  # type: ignore[union-attr]

@@ -96,7 +96,7 @@ def model_of(name: str, seed: int = 0, **more: Any) -> Any:
 
 
 def stages_of(model: Any, num_stages: int, **keywords: Any) -> list[CausalLMStage]:
-    """Of a copy of the model."""
+    """Stages of a copy of the model."""
     model = copy.deepcopy(model)
     return [causal_lm_stage(model, stage, num_stages, **keywords) for stage in range(num_stages)]
 

@@ -155,7 +155,7 @@ def counts(name: str) -> None:
 
 
 def through_the_host(schedule: str) -> None:
-    """As with a GPU and a group that cannot send from it."""
+    """Sends through the host, as with a GPU and a group that cannot send from it."""
     with mock.patch.object(_transport, "through_host", lambda device, group: True):
         trains(schedule, "micro_batches", True, None)
         forwards(schedule)

@@ -1,4 +1,4 @@
-"""What of the tests is quick: markers and cases that follow from numbers, so that nobody has to list them."""
+"""Rules for the quick level: markers and cases that follow from numbers, so that nobody has to list them."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ Case = TypeVar("Case")
 
 
 def first_quick(values: Sequence[Any], count: int) -> list[Any]:
-    """Of a parameter's values the first few are quick, the others full."""
+    """Marks a parameter's values: the first few are quick, the others full."""
     return [*values[:count], *(pytest.param(value, marks=pytest.mark.full) for value in values[count:])]
 
 
 def in_turn(cases: Sequence[Case], every: int) -> list[Case]:
-    """A worker's cases: in quick every so-many-th. Those of a product take turns where no axis' length has a divisor in common with it."""
+    """A worker's cases; in quick one out of `every`. A product's cases take turns where no axis' length shares a divisor with `every`."""
     return list(cases[::every] if QUICK else cases)
 
 
@@ -46,7 +46,7 @@ def mark_repetitions(items: list[pytest.Item]) -> None:
     """Marks as full what repeats pairs of values, among the cases of each test that is marked `pairwise`."""
     tests = defaultdict(list)
     for item in items:
-        # What quick does not have covers nothing; on a GPU each case is another one.
+        # Cases that quick leaves out cover nothing; on a GPU each case is another one.
         if item.get_closest_marker("pairwise") and not any(map(item.get_closest_marker, ("full", "nightly"))):
             tests[item.nodeid.split("[")[0], item.get_closest_marker("gpu") is None].append(item)
     for of_test in tests.values():

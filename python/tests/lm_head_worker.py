@@ -82,7 +82,7 @@ def outside_of_the_forward() -> None:
     """A head that FSDP2 has sharded with its model, called by itself: refused, never read as it lies."""
     model: Any = fully_shard(whole_model())
     hidden, labels = batch()
-    model(hidden, labels).backward()  # what FSDP2 sets up at its first forward
+    model(hidden, labels).backward()  # a first forward, which sets FSDP2 up
     for given in (None, labels):
         try:
             model.head.forward(hidden, labels=given)

@@ -22,7 +22,7 @@ from flce.megatron import _head
 
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # of what is not installed: Transformer Engine, Apex
+    warnings.simplefilter("ignore")  # warnings about missing packages: Transformer Engine, Apex
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
@@ -54,7 +54,7 @@ def megatron_on_cpu(**sizes: int) -> Iterator[None]:
 
 
 def gpt_model(*, tied: bool = False, depths: int = 0, seed: int = 0, **config: Any) -> Any:
-    """The same weights for the same seed, on every number of tensor-parallel ranks."""
+    """Makes a model with the same weights for the same seed, on every number of tensor-parallel ranks."""
     settings: dict[str, Any] = {
         "num_layers": 1,
         "hidden_size": HIDDEN,
@@ -164,9 +164,9 @@ def process_mtp_loss(
     tp_group: Any = None,
     scale_logits_fn: Any = None,
 ) -> tuple[Tensor, list[float]]:
-    """What the function of this name in Megatron-LM d98e8a6 asks of its arguments, where the installed package has none: for each depth
-    logits, a scale, a loss, and how many largest logits are the label's; over tensor-parallel ranks from each rank's own maximum. Returns
-    hidden states, which carry the losses, and the numbers of hits."""
+    """Stands for Megatron-LM d98e8a6's function of this name where the installed package has none. It asks for each depth's logits, a
+    scale, a loss, and how many largest logits are the label's; over tensor-parallel ranks from each rank's own maximum. Returns hidden
+    states, which carry the losses, and the numbers of hits."""
     main, *heads = hidden_states.chunk(1 + config.mtp_num_layers)
     hits = []
     for head in heads:

@@ -1,5 +1,5 @@
-"""A watch on the passes over an output layer: which gradients each made, what of the logits it was spared, and what that comes to in
-multiplications. For tests under pytest as for processes under torchrun."""
+"""A watch on the passes over an output layer: each pass's gradients, the share of the logits that it was spared, and its multiplications.
+For tests under pytest as for processes under torchrun."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Backward:
 
     grad_hidden: bool
     grad_weight: bool
-    share: float  # of the logits that forward left to it
-    lent: bool  # and they lay in the memory of weight's gradient
-    overwrites: bool  # which is the gradient that it wrote
+    share: float  # share of the logits that forward left to it
+    lent: bool  # whether they lay in the memory of weight's gradient
+    overwrites: bool  # whether the gradient was written over them
 
     @property
     def multiplications(self) -> float:
@@ -41,11 +41,11 @@ class Passes:
 
     @property
     def multiplications(self) -> float:
-        """Of all passes, in units of NVD."""
+        """Multiplications of all passes, in units of NVD."""
         return 2 * self.forwards + sum(each.multiplications for each in self.backwards)
 
     def asked(self) -> list[tuple[bool, bool]]:
-        """Of each backward, whether it made hidden's and weight's gradients."""
+        """Whether each backward made hidden's and weight's gradients."""
         return [(each.grad_hidden, each.grad_weight) for each in self.backwards]
 
 

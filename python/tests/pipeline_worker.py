@@ -88,7 +88,7 @@ def cases() -> Iterator[tuple[Any, int, bool, dict[str, Any]]]:
         yield schedule, enough, True, {"accumulate_into_grad": True}
 
 
-lent: list[bool] = []  # of each forward that retained something, whether in the gradient's memory
+lent: list[bool] = []  # for each forward that retained something, whether in the gradient's memory
 
 
 def watch_retained() -> None:
@@ -104,7 +104,7 @@ def watch_retained() -> None:
 
 
 def check_lent(schedule_type: Any, microbatches: int, what: str) -> None:
-    """Of one loss at a time each lends, but for the first after several; of several at a time only the first may. Newer torch tries a
+    """With one loss at a time each lends, but for the first after several; with several at a time only the first may. Newer torch tries a
     forward and backward before the schedule's first step, which lends too."""
     assert all(lent), what
     if schedule_type is Schedule1F1B or microbatches == 1:
@@ -144,7 +144,7 @@ def run(schedule_type: Any, microbatches: int, tied: bool, options: dict[str, An
     if last:
         torch.testing.assert_close(torch.stack(losses).sum(), expected, msg=name)
 
-    # The same stage then serves inference: hidden states out, logits made outside.
+    # The stage then serves inference: hidden states out, logits made outside.
     with torch.no_grad():
         forward = ScheduleGPipe(PipelineStage(module, rank, world, default_device()), microbatches)
         hidden = forward.step(*([tokens] if first else []))

@@ -1,4 +1,4 @@
-"""What a rank of a test's does round its cases: under torchrun, or forked from the worker."""
+"""Setup and teardown of a rank round its cases: under torchrun, or forked from the worker."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def tell_where_it_hangs() -> None:
 
 
 def default_device() -> torch.device:
-    """Of this rank: what a stage or a mesh is told."""
+    """Device of this rank's stages and meshes."""
     return torch.get_default_device()
 
 
 def one_rank_backend() -> str:
-    """Of a group of one process, whose tensors may be on the GPU."""
+    """Backend for a group of one process, whose tensors may be on the GPU."""
     return "gloo" if device() == "cpu" else "cpu:gloo,cuda:nccl"
 
 
@@ -54,7 +54,7 @@ def run_named(function: Callable[..., None], *arguments: Any) -> None:
 
 def cases_passed(worker: str, *arguments: str) -> dict[int, int]:
     """Runs a worker whose last argument is its numbers of ranks, as "2,4", on the CPU. Returns how many cases passed by number of ranks."""
-    # Without what says that this process is a rank itself, and what differs from test to test.
+    # Variables that make this process a rank, and those that differ from test to test.
     left_out = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "PYTEST_CURRENT_TEST")
     environment = {name: value for name, value in os.environ.items() if name not in left_out}
     environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "FLCE_TEST_RANKS_ON": "cpu"}

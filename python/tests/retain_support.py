@@ -1,4 +1,4 @@
-"""What the tests of retained memory share: problems, ways to the loss, and a watch on what is kept and used."""
+"""Helpers for the tests of retained memory: problems, ways to the loss, and a watch on memory that is kept and used."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Loss = Callable[..., Tensor]
 
 @dataclass
 class Watched:
-    """What was retained of each forward and used by each backward, and the memory that forwards allocated."""
+    """Memory that each forward retained and each backward used, and all memory that forwards allocated."""
 
     backward: list[str] = field(default_factory=list)
     memory: list[weakref.ref[Tensor]] = field(default_factory=list)
@@ -36,7 +36,7 @@ class Watched:
 
 
 def retain_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layers of any size retain, whatever was chosen for such calls before."""
+    """Lets layers of any size retain, and forgets earlier choices."""
     monkeypatch.setattr(_retain, "LEAST_WORK", 1)
     forget_losses()
 
@@ -101,7 +101,7 @@ def check(problem: Any, actual: tuple[Tensor | None, ...], plain: tuple[Tensor, 
     expected = gradients_of(exact, reference(exact.hidden, exact.weight, exact.target, **exact.options)["loss"])
     for name, got, bits, right in zip(("hidden", "weight"), actual, plain, expected, strict=True):
         assert got is not None
-        # What a GPU retains is rounded once more than dz alone (docs/numerics.md, retained exponentials).
+        # A GPU's retained exponentials are rounded once more than dz alone (docs/numerics.md, retained exponentials).
         assert_close(got, right, torch.bfloat16, name, factor=2**0.5 if got.is_cuda else 1.0)
         if got.device.type == "cpu":
             assert torch.equal(got, bits), name

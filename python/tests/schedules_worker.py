@@ -24,7 +24,7 @@ from flce import _retain
 
 # DualPipeV wants a microbatch for each stage, of which a rank has two.
 MICROBATCHES = max(int(os.environ.get("FLCE_TEST_MICROBATCHES", "4")), 2 * int(os.environ.get("WORLD_SIZE", "2")))
-TOKENS = ROWS // 4 * S  # of a microbatch
+TOKENS = ROWS // 4 * S  # tokens of a microbatch
 ALL = 1 << 40
 # Where a rank's stages lie: one stage a rank; two, of which the second follows the last rank's first; two, of which the second is as far
 # from the end as the first is from the beginning, so that the first rank has the head.
@@ -41,7 +41,7 @@ KNOWN = {
 }
 # By name: options of the loss, and what a microbatch's passes come to, in NVD, (without, with a split backward); None: not looked at.
 LOSSES: dict[str, tuple[dict[str, Any], tuple[float, float] | None]] = {
-    "plain": ({}, None),  # what is retained unasked depends on how many losses wait at a time
+    "plain": ({}, None),  # memory retained unasked depends on how many losses wait at a time
     "nothing retained": ({"retain_in_grad_weight": False}, (8, 10)),
     "lent": ({"retain_in_grad_weight": True}, (6, 6)),
     "limit": ({"workspace_limit_bytes": ALL}, (6, 6)),

@@ -68,7 +68,7 @@ def make_problem(
 
 
 def in_double(problem: Problem) -> Problem:
-    """The same numbers as fp64 leaves, whose reference gradients are not rounded to the problem's dtype."""
+    """Copies a problem's numbers to fp64 leaves, whose reference gradients are not rounded to the problem's dtype."""
 
     def leaf(value: Any) -> Any:
         return (
@@ -179,7 +179,7 @@ def assert_close(
     assert row <= ROW_FACTOR * bound, f"{what}: error {row:.3g} of a row, {ROW_FACTOR * bound:.3g} allowed"
 
 
-OUTPUTS = {  # of each function, in the order in which it returns them
+OUTPUTS = {  # outputs of each function, in the order in which it returns them
     "linear_cross_entropy": ("loss", "lse", "logprobs", "entropy", "top1", "log_sum_sq_probs"),
     "linear_logprobs": ("logprobs", "entropy", "top1", "log_sum_sq_probs"),
 }

@@ -54,7 +54,7 @@ def refused_by_all(given: dict[str, Any], kind: type[Exception], *parts: str, fu
 
 
 def the_group_still_works() -> None:
-    """What was refused has left nothing behind."""
+    """Refusals have left nothing behind."""
     layer = Layer()
     hidden, weight = leaf(layer.hidden), leaf(layer.mine(layer.weight))
     loss = flce.linear_cross_entropy(hidden, weight, layer.target, process_group=layer.group)
@@ -314,7 +314,7 @@ CASES: list[tuple[Any, ...]] = [
 
 
 def run(function: Callable[..., None], *arguments: Any) -> None:
-    _layouts.forget()  # so that this call is the first of its kind on every rank
+    _layouts.forget()  # makes this call the first of its kind on every rank
     _call.forget()
     try:
         function(*arguments)
@@ -331,7 +331,7 @@ def end(name: str) -> None:
     torch.set_num_threads(1)
     ENDS[name]()
     print(f"rank {dist.get_rank()} went on", flush=True)
-    os._exit(0)  # what is left of the group is not waited for
+    os._exit(0)  # the rest of the group is not waited for
 
 
 if __name__ == "__main__":

@@ -37,11 +37,11 @@ def asks(calls: Callable[[], None]) -> int:
 
 
 def other_places(kept: bool) -> None:
-    """Layers in which a rank has as many rows as in another one, in other places: weights that stay, and weights that are made anew. Ranks
+    """Pairs of layers in which a rank has equally many rows in different places: weights that stay, and weights that are made anew. Ranks
     ask once for each layer."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     layer = Layer(seed=int(kept))
-    hidden = layer.hidden.repeat(1, 2)  # of a width for which ranks have agreed on nothing yet
+    hidden = layer.hidden.repeat(1, 2)  # a width for which ranks have agreed on nothing yet
     table = layer.weight.repeat(1, 2)
     if not kept:
         hidden, table = hidden[:, :80].contiguous(), table[:, :80].contiguous()
@@ -71,7 +71,8 @@ class Through(TorchDispatchMode):
 
 
 def other_places_in_graphs() -> None:
-    """As `other_places`. A graph's backward may have a copy of the weight, and its forward may have been any of three layers'."""
+    """Runs `other_places` in graphs. A graph's backward may have a copy of the weight, and its forward may have been any of three
+    layers'."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     layer = Layer(seed=3)
     hidden, table = layer.hidden[:, :32].contiguous(), layer.weight[:, :32].contiguous()
@@ -97,9 +98,9 @@ def other_places_in_graphs() -> None:
 
 
 def the_same_again(how: str) -> None:
-    """One layer, whatever tensor its weight is."""
+    """One layer, in any tensor that holds its weight."""
     layer = Layer()
-    width = {"anew": 40, "alias": 48, "other memory": 56, "new parameter": 24}[how]  # for which ranks have agreed on nothing yet
+    width = {"anew": 40, "alias": 48, "other memory": 56, "new parameter": 24}[how]  # widths for which ranks have agreed on nothing yet
     hidden, table = layer.hidden[:, :width].contiguous(), nn.Parameter(layer.mine(layer.weight)[:, :width].contiguous())
 
     def calls() -> None:
@@ -148,13 +149,13 @@ def known_on_one_rank(how: str) -> None:
         more = nn.Parameter(table[20 * rank : 20 * rank + 30].clone())
         for grown in (False, True, False, True):
             equals_the_whole(layer, width, more if grown and rank == ranks - 1 else mine, table[: 20 * ranks + (10 if grown else 0)])
-    elif how == "alias":  # of one row stored.t() is contiguous, of more it is copied
+    elif how == "alias":  # with one row stored.t() is contiguous, with more it is copied
         count = 1 if rank == 0 else 20
         begin = 0 if rank == 0 else 20 * rank - 19
         stored = table[begin : begin + count].t().contiguous()
         for _ in range(3):
             equals_the_whole(layer, width, stored.t().contiguous(), table[: 20 * ranks - 19])
-    else:  # two layers, of which rank 0 has as many rows, cast in every call
+    else:  # two layers with equally many rows on rank 0, cast in every call
         for call in range(12):
             rows = 20 if rank == 0 or call % 2 else 30
             begin = 0 if rank == 0 else 20 + rows * (rank - 1)
@@ -163,7 +164,7 @@ def known_on_one_rank(how: str) -> None:
 
 
 def by_a_backend_of_its_own() -> None:
-    """Of a group that has no collectives of the host's memory, ranks' hosts meet beside it."""
+    """Hosts of a group without collectives of the host's memory meet beside it."""
     group = dist.new_group(list(range(dist.get_world_size())))
     layer = Layer()
     layer.group = group
@@ -177,7 +178,7 @@ def by_a_backend_of_its_own() -> None:
 
 
 def one_rank_forgets() -> None:
-    """What a rank has not kept, or has not heard to its end, all ranks ask for again."""
+    """All ranks ask again for facts that one rank has not kept, or has not heard to their end."""
     layer = Layer()
     table = layer.mine(layer.weight)[:, :56].contiguous()
 
@@ -192,7 +193,7 @@ def one_rank_forgets() -> None:
 
 
 def other_dtensors() -> None:
-    """DTensors of which the last rank has as many rows, and the others one more or less. Each has a graph of its own: torch guards a
+    """DTensors with equally many rows on the last rank, and one more or less on the others. Each has a graph of its own: torch guards a
     DTensor's local shape alone."""
     ranks = dist.get_world_size()
     table, hidden, make = Layer().weight, Layer().hidden[:, :40].contiguous(), generator(7)

@@ -33,14 +33,14 @@ OPTIONS: tuple[dict[str, Any], ...] = (
 
 @dataclass
 class Case:
-    """What is drawn."""
+    """One drawn case."""
 
     seed: int
     tokens: int
     hidden_size: int
     dtype: torch.dtype
     cuts: list[int]  # rows at which ranks' parts begin, and the end of the last
-    padding: int  # of the last rows, not classes
+    padding: int  # the last rows, which are not classes
     ignored: float  # share of the tokens
     options: dict[str, Any]
     by_class: bool  # bias and class weights

@@ -1,7 +1,7 @@
 """One rank of a group over NCCL, under torchrun, with a GPU of its own: every rank receives what the rank beside it sends when its own
 backward is over, so NCCL's kernel waits under the whole pass. Exits with a failed assertion, or 0; prints how many cases passed.
 
-A process of its own, because two things of CUDA's make such a receive wait for ever, whatever the pass is. The first launch of a kernel
+Its own process, because two things of CUDA's make such a receive wait for ever beside any pass. The first launch of a kernel
 loads it, which waits until the GPU is idle: all that runs beside the receive has run before. And streams that share one of the GPU's
 queues wait for each other: few streams are made before, and where the smallest kernel does not end either, the failure says so.
 """
@@ -20,7 +20,7 @@ from rank_support import run_named, tell_where_it_hangs
 from tensor_parallel_nccl_worker import Step
 from torch import Tensor
 
-LOG_SIZES = (12, 16, 20, 22, 22)  # of a message, in fp32 numbers
+LOG_SIZES = (12, 16, 20, 22, 22)  # fp32 numbers of a message
 SECONDS = 20.0
 
 

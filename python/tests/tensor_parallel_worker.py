@@ -254,10 +254,10 @@ def limits() -> None:
 
 
 def retained(sequence: bool) -> None:
-    """What forward has retained reaches backward, also where hidden states are gathered a second time."""
+    """Retained logits reach backward, also where hidden states are gathered a second time."""
     layer = Layer()
     whole, rows, target = layer.hidden, layer.mine(layer.weight), layer.target
-    if device() != "cpu":  # where layers of less work retain nothing, whatever the limit, and those in fp32
+    if device() != "cpu":  # a GPU retains nothing for layers of less work, or in fp32, under any limit
         whole, rows, target = torch.randn(4096, 1024), torch.randn(8200, 1024) / 32, torch.arange(4096)
     hidden, shard = (leaf(tensor.to(torch.bfloat16)) for tensor in (layer.my_tokens(whole) if sequence else whole, rows))
     used: list[bool] = []
@@ -383,9 +383,9 @@ class Head(torch.nn.Module):
 
 
 def refused_sums() -> None:
-    """What does not go with reduce_grad_hidden, by name, before any rank waits for another; and ranks that differ in it."""
+    """Refuses options that do not go with reduce_grad_hidden, by name, before any rank waits for another; and ranks that differ in it."""
     layer = Layer()
-    shard = layer.weight[:5]  # of a shape for which ranks have agreed on nothing yet
+    shard = layer.weight[:5]  # a shape for which ranks have agreed on nothing yet
     cases: list[tuple[dict[str, Any], type[Exception], str]] = [
         ({"reduce_grad_hidden": False}, flce.ArgumentError, "process_group is None"),
         ({"reduce_grad_hidden": 1}, flce.DTypeError, "reduce_grad_hidden is 1"),

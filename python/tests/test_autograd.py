@@ -1,4 +1,4 @@
-"""What autograd may do to the node: partial gradients, repetition, checkpointing, accumulation, autocast, threads, and what is saved."""
+"""Autograd's ways with the node: partial gradients, repetition, checkpointing, accumulation, autocast, threads, and saved tensors."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_two_backwards_with_retain_graph(device: str) -> None:
 def test_only_what_is_asked_for_is_computed(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     computed = spy_on_backward(monkeypatch)
     problem = make_problem(device)
-    # As in a model: the hidden states come from a layer, the weight is a parameter.
+    # A model's layout: the hidden states come from a layer, the weight is a parameter.
     loss = flce.linear_cross_entropy(problem.hidden * 1.0, problem.weight, problem.target)
     for_hidden = torch.autograd.grad(loss, problem.hidden, retain_graph=True)[0]
     for_weight = torch.autograd.grad(loss, problem.weight, retain_graph=True)[0]

@@ -44,7 +44,7 @@ class Pool:
         return result
 
     def grad_hidden(self, rows: Tensor, target: Tensor, **options: Any) -> Tensor:
-        """Of losses with the rows' own gradients."""
+        """Gradient of hidden, from losses with the rows' own gradients."""
         hidden = self.hidden[rows].detach().requires_grad_()
         losses = flce.linear_cross_entropy(hidden, self.weight, target, reduction="none", batch_invariant=True, **options)
         (gradient,) = torch.autograd.grad(losses, hidden, self.gradient[rows])

@@ -1,4 +1,4 @@
-"""flce.bench: what it measures is right, what cannot be measured is a row with the reason, and wrong results are found."""
+"""flce.bench: its numbers are right, a contender that cannot be measured is a row with the reason, and wrong results are found."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_reference_equals_the_tests_own(dtype: torch.dtype, monkeypatch: pytest.
 
 
 def test_torchs_native_kernel_is_compared_where_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By what torch 2.15 has: the row says what is missing, and what takes the call is not measured twice."""
+    """Follows torch 2.15's native function: the row says why it cannot run, and a call that it takes is not measured twice."""
     chunks, native = (_contenders.by_name(name) for name in ("torch, F.linear_cross_entropy", "torch, native kernel"))
     assert chunks is not None and native is not None and native.key == "torch-native" and "torch-native" in _contenders.NAMES
 
@@ -303,7 +303,7 @@ def test_wrong_usage_is_named(arguments: list[str], message: str, capsys: pytest
 
 @pytest.mark.full
 def test_what_is_missing_is_a_row() -> None:
-    """As a module, without the folder that has trl."""
+    """Runs the module without the folder that has trl."""
     path = [folder for folder in sys.path if folder and Path(folder).name not in ("trainers", "tests")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path)}
     command = [sys.executable, "-m", "flce.bench", *ARGUMENTS, "--compare", "trl,torch", "--flce", "default", "--json", "-"]

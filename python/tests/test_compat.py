@@ -1,4 +1,4 @@
-"""What every stand-in for a peer's loss has in common."""
+"""Behaviour common to the stand-ins for peers' losses."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from flce.compat.torch import _in_two_steps, linear_cross_entropy
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 VALUE = {torch.float64: (1e-9, 1e-7), torch.float32: (1e-5, 1e-4), torch.float16: (2e-3, 2e-3), torch.bfloat16: (5e-2, 5e-2)}
-GRADIENT = {torch.float64: 1e-7, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}  # of the largest element
+GRADIENT = {torch.float64: 1e-7, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}  # relative to the largest element
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 reductions = pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 OPTIONS = getattr(nn, "LinearCrossEntropyOptions", None)

@@ -102,7 +102,7 @@ def test_with_no_valid_token_it_is_0_and_so_are_gradients(device: str, dtype: to
 
 
 class Tied:
-    """As torchtune's: no module, and the weight is another's."""
+    """Stands for torchtune's TiedLinear: no module, and the weight is another's."""
 
     def __init__(self, tied_module: nn.Module) -> None:
         self.tied_module = tied_module

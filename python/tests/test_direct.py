@@ -150,7 +150,7 @@ def test_weight_data_that_is_swapped_between_the_passes(device: str) -> None:
     torch.autograd.grad(loss, (problem.hidden, problem.weight), retain_graph=True)
     memory = torch.cat([problem.weight.detach(), problem.weight.detach()], dim=1)
     expected = torch.autograd.grad(loss, (problem.hidden, problem.weight), retain_graph=True)
-    problem.weight.data = memory[:, :24]  # the same numbers, elsewhere and strided
+    problem.weight.data = memory[:, :24]  # equal numbers, elsewhere and strided
     for actual, wanted in zip(torch.autograd.grad(loss, (problem.hidden, problem.weight)), expected, strict=True):
         assert torch.equal(actual, wanted)
 

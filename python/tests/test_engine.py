@@ -1,4 +1,4 @@
-"""What flce asks of torch's autograd engine by private name, pinned for the torch at hand."""
+"""Private names of torch's autograd engine that flce calls, pinned for the torch at hand."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Ask(torch.autograd.Function):
 
 
 def will_run(node: Any) -> list[Any]:
-    """Of each neighbour; an exception's type where the engine refuses."""
+    """The engine's answer for each neighbour; an exception's type where the engine refuses."""
     answers: list[Any] = []
     for neighbour, _ in node.next_functions[:2]:
         try:
@@ -77,7 +77,7 @@ def test_the_engine_says_what_is_a_result_of_grad() -> None:
         torch.autograd.grad(output, weight, retain_graph=True)
         torch.autograd.grad(output, (leaf, weight))
     assert answers == [False, False, True, True] * 3, GONE
-    output = Ask.apply(leaf * 1, weight * leaf, question, answers).sum()  # of several leaves: none of theirs is this gradient
+    output = Ask.apply(leaf * 1, weight * leaf, question, answers).sum()  # a gradient of several leaves is none of theirs
     torch.autograd.grad(output, weight)
     assert answers[-1] is False
 

@@ -1,4 +1,4 @@
-"""What ranks of a pipeline tell each other of a call, and what each makes of it. Of several ranks this process is one."""
+"""Messages between a pipeline's ranks about a call, and each rank's conclusion. This process is one of several ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an engine's calls refuse before anything is computed, and leave as it was: one process, one stage."""
+"""Refusals of an engine's calls, before anything is computed or changed: one process, one stage."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ def test_counts_follow_the_shift_that_the_loss_used(lengths: list[int]) -> None:
         expected = F.cross_entropy(whole.head(whole_batch(whole, ids, cu_seqlens)), labels)
         expected.backward()
         for call in (engine.eval_batch, engine.train_batch):
-            engine._shift = 1 - turn  # as in a first batch; as in those behind it
+            engine._shift = 1 - turn  # the shift of a first batch, then of later ones
             result = call(ids, cu_seqlens, aligned, labels=labels, per_token=["labels"])
             assert result is not None
             torch.testing.assert_close(result[0], expected.detach())

@@ -23,7 +23,7 @@ st = pytest.importorskip("safetensors.torch")
 
 
 def stages_of(folder: Path, num_stages: int, **options: Any) -> list[Any]:
-    """Of the folder's config, with weights of their own."""
+    """Stages of the folder's config, with weights of their own."""
     return [causal_lm_stage(folder, stage, num_stages, **options) for stage in range(num_stages)]
 
 
@@ -88,7 +88,7 @@ def test_a_tied_weight_that_a_whole_checkpoint_has_twice_has_to_be_the_same(tmp_
     for stage in stages_of(tmp_path / "in", 1) + stages_of(tmp_path / "in", 2):
         with pytest.raises(errors.CheckpointError, match=r"'model.embed_tokens.weight' and 'lm_head.weight' differ, and config.json ties"):
             load_stage(stage, tmp_path / "in")
-    for stage in stages_of(tmp_path / "in", 2, critic=True):  # which has no such head
+    for stage in stages_of(tmp_path / "in", 2, critic=True):  # a critic has no such head
         load_stage(stage, tmp_path / "in", init_critic_from_actor=True)
 
 
@@ -236,7 +236,7 @@ def test_saved_stages_are_the_tools(tmp_path: Path, model_type: str, tied: bool)
 
 
 class OwnStage(Stage):
-    """Of a user, with names of its own."""
+    """A user's stage, with names of its own."""
 
     def __init__(self, stage: int, num_stages: int):
         super().__init__()
@@ -277,7 +277,7 @@ def test_stages_that_make_no_model_are_not_saved(tmp_path: Path) -> None:
 
 
 def test_bytes_to_be_written_live_as_long_as_their_view() -> None:
-    """Of a tensor that has to be copied first: one on a GPU, or one that is not contiguous."""
+    """Bytes of a tensor that has to be copied first: one on a GPU, or one that is not contiguous."""
     tensors = [torch.randn(64, 48, generator=torch.Generator().manual_seed(n)).t() for n in range(50)]
     views = [bytes_of(tensor) for tensor in tensors]
     for tensor, view in zip(tensors, views, strict=True):

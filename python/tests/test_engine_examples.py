@@ -91,7 +91,7 @@ def test_actor_loss_equals_the_loop() -> None:
     old, advantages = random_rows(NUM_TOKENS, seed=2, scale=0.5), random_rows(NUM_TOKENS, seed=3)
     expected, stats = actor_loss_of_loops(logp, old, advantages, 0.2, LOSS_MASK)
     (gradient,) = torch.autograd.grad(expected, logp)
-    spoilt = torch.where(LOSS_MASK, old, -1e6), torch.where(LOSS_MASK, advantages, float("nan"))  # what exp makes inf of
+    spoilt = torch.where(LOSS_MASK, old, -1e6), torch.where(LOSS_MASK, advantages, float("nan"))  # exp makes inf of these
     loss, own = ppo_functional.actor_loss_fn(logp, *spoilt, 0.2, LOSS_MASK)
     torch.testing.assert_close(loss, expected)
     torch.testing.assert_close(torch.autograd.grad(loss, logp)[0], gradient)
@@ -150,7 +150,7 @@ def test_advantages_equal_the_loop(gamma: float, lam: float) -> None:
     values, rewards = random_rows(num_tokens, seed=1), random_rows(num_tokens, seed=2)
     unfinished = torch.arange(len(lengths)) % 2 == 0
     expected = advantages_of_loops(gamma, lam, values, rewards, cu_seqlens, unfinished)
-    for begin, end in cut(cu_seqlens):  # what predicts nothing has no reward
+    for begin, end in cut(cu_seqlens):  # a row that predicts nothing has no reward
         rewards[end - 1] = float("nan")
         assert begin < end
     actual = ppo_functional.get_packed_advantages_and_returns(gamma, lam, values, rewards, cu_seqlens, unfinished)

@@ -1,4 +1,4 @@
-"""What becomes of a pipeline whose rank dies or raises (engine_failures_worker.py)."""
+"""Fates of a pipeline whose rank dies or raises (engine_failures_worker.py)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HERE = Path(__file__).resolve().parent
 
 @pytest.fixture(scope="module")
 def ends() -> dict[tuple[str, int, bool], list[Any]]:
-    """By what happened, to which stage, and whether the store outlives the ranks: what each rank's two calls raised."""
+    """Errors of each rank's two calls, by event, stage, and whether the store outlives the ranks."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, str(HERE / "engine_failures_worker.py")]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=550, check=False)

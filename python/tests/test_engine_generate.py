@@ -122,7 +122,7 @@ def test_a_sequence_goes_on_alike_whatever_comes_behind_it() -> None:
 
 
 def counted(lengths: list[int], starts: list[int], config: GenerationConfig, number: int) -> tuple[Generated, list[list[int]]]:
-    """Of prompts that end with these tokens, from which a CountingStage counts on."""
+    """Continues prompts that end with these tokens, from which a CountingStage counts on."""
     stage = CountingStage(0, 1)
     ids = torch.cat([torch.arange(start - length + 1, start + 1) for start, length in zip(starts, lengths, strict=True)])
     result = PipelineEngine(stage).generate(ids, torch.tensor([0, *lengths]).cumsum(0), None, config, num_micro_batches=number)
@@ -231,7 +231,7 @@ def test_a_critic_several_stages_and_one_without_a_cache_are_refused() -> None:
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_logits_that_are_not_finite_are_reported_with_their_sequence(config: GenerationConfig, value: float) -> None:
     class Broken(CountingStage):
-        """Of the token 8."""
+        """Breaks the logits of token 8."""
 
         def forward(self, x: Tensor, batch: Any) -> Tensor:
             hidden = super().forward(x, batch)

@@ -63,7 +63,7 @@ def test_a_config_of_transformers_is_converted() -> None:
     of = transformers.GenerationConfig
     greedy = as_generation_config(of(max_new_tokens=5, eos_token_id=[1, 2], pad_token_id=0, num_beams=1, repetition_penalty=1.0))
     assert greedy == GenerationConfig(max_new_tokens=5, greedy=True, eos_token_id=[1, 2], pad_token_id=0)
-    # What only sampling reads is without effect, as in transformers.
+    # Attributes that only sampling reads are without effect, as in transformers.
     assert as_generation_config(of(max_new_tokens=5, do_sample=False, temperature=0.6, top_p=0.9)) == GenerationConfig(
         max_new_tokens=5, greedy=True
     )
@@ -138,7 +138,7 @@ def test_filters_equal_those_of_transformers(device: str, top_p: float, top_k: i
 
 
 def draws(logits: Tensor, config: GenerationConfig, count: int, *, position: int = 0, ends: tuple[int, ...] = ()) -> Tensor:
-    """Of one row of logits [V], by sequences 0 to count - 1."""
+    """Tokens drawn from one row of logits [V], by sequences 0 to count - 1."""
     return Sampler(config, ends, 17)(logits.expand(count, -1), torch.arange(count, device=logits.device), position)
 
 

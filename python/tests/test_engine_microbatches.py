@@ -238,7 +238,7 @@ def test_forward_passes_keep_nothing_on_another_torch() -> None:
 
 
 def test_a_shape_check_of_torch_that_is_not_replaced_is_seen() -> None:
-    """Those that this torch has: a new one would refuse microbatches of different sizes."""
+    """Lists the checks that this torch has: a new one would refuse microbatches of different sizes."""
     known = {"_validate_fwd_input", "_validate_fwd_outputs", "_validate_stage_tensors", "_validate_inferred_metadata"}
     found = {name for name in dir(PipelineStage) if name.startswith("_validate")}
     assert found <= known, f"{VERSION}: see EngineStage of engine/_transport.py about {sorted(found - known)}"

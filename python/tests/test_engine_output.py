@@ -189,7 +189,7 @@ def test_a_head_with_a_forward_of_its_own_is_refused_where_it_is_no_product(kind
     ):
         with pytest.raises(flce.ArgumentError, match=OTHER_FORMULAS[kind]):
             call()
-    assert own.head(own.hidden).isfinite().all()  # what the message says to do instead
+    assert own.head(own.hidden).isfinite().all()  # the message's advice
 
 
 def test_a_forward_that_is_a_product_is_compared_until_a_row_settles_it(monkeypatch: pytest.MonkeyPatch) -> None:

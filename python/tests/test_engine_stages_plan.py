@@ -1,4 +1,4 @@
-"""Which layers each stage has, counted from transformers' own models."""
+"""Layers of each stage, counted from transformers' own models."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def assert_near(got: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> None:
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """What each backward was told of an entropy's gradient."""
+    """Whether each backward was told of an entropy's gradient."""
     seen: list[bool] = []
     run = _kernels.LoadedKernel.backward
 
@@ -109,7 +109,7 @@ def test_retained_where_it_is_of_use(device: str, monkeypatch: pytest.MonkeyPatc
         return made, memory
 
     monkeypatch.setattr(_retain, "prepare", prepared)
-    own = V + 2  # whose kernel no other test has asked what it retains
+    own = V + 2  # no other test has asked this size's kernel how much it retains
     hidden, weight, target = layer(device, own)
     kernel = flce.get_kernel(D, own, device=device, return_loss=False, return_logprobs=True, return_entropy=True)
     if not kernel.retains:

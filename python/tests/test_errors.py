@@ -150,7 +150,7 @@ def every_error() -> list[Exception]:
 
 @pytest.mark.parametrize("error", every_error(), ids=lambda error: type(error).__name__)
 def test_every_error_goes_through_a_process_pool(error: Exception) -> None:
-    """As it is, with its attributes and notes, and as its copy."""
+    """Errors come back unchanged, with attributes and notes, and so does a copy."""
     error.add_note("in rank 3") if hasattr(error, "add_note") else None
     for again in (pickle.loads(pickle.dumps(error)), copy.deepcopy(error), pickle.loads(pickle.dumps(error, protocol=1))):
         assert type(again) is type(error) and str(again) == "said" and again.args == error.args and vars(again) == vars(error)

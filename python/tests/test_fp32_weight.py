@@ -45,7 +45,7 @@ def test_results_are_those_of_a_rounded_weight(device: str, dtype: torch.dtype, 
     grad_out = torch.zeros_like(rounded, dtype=torch.float32)
     options = {"retain_in_grad_weight": False, "softcap": 20.0, "label_smoothing": 0.1}
     actual = step(hidden.to(dtype), weight, target, **options)
-    # The same gradient in fp32 for a rounded weight: added to zeros.
+    # Gradient in fp32 for a rounded weight: added to zeros.
     given = hidden.to(dtype).requires_grad_()
     loss = flce.linear_cross_entropy(given, rounded, target, grad_weight_out=grad_out, **options)  # type: ignore[arg-type]
     loss.backward()
@@ -113,7 +113,7 @@ def test_the_limit_is_kept_on_a_cpu() -> None:
     )
     rounded_copy = 2 * vocab * hidden_size
     assert rounded_copy > 10 * limit
-    allowance = 4 << 20  # of the interpreter's and the allocators' own
+    allowance = 4 << 20  # memory of the interpreter and the allocators
     assert int(done.stdout) <= limit + allowance
 
 

@@ -27,7 +27,7 @@ def expected_gradient(problem: Any) -> Tensor:
     return torch.autograd.grad(loss, problem.weight)[0]
 
 
-GAPS: dict[str, Callable[[Tensor], Tensor]] = {  # of a tensor [2 V, 2 D]
+GAPS: dict[str, Callable[[Tensor], Tensor]] = {  # parts of a tensor [2 V, 2 D]
     "columns": lambda big: big[:V, :D],
     "later columns": lambda big: big[:V, D:],
     "every other row": lambda big: big.view(4 * V, D)[: 2 * V : 2],

@@ -1,5 +1,5 @@
-"""What `flce prewarm --hf-config` reads of a config.json, beside what `flce.patch` reads of the model's configuration, and beside the
-model itself, on a meta device."""
+"""Numbers that `flce prewarm --hf-config` reads of a config.json, beside those that `flce.patch` reads of the model's configuration, and
+beside the model itself, on a meta device."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def test_trainer_gives_the_stock_losses(tmp_path: Path, accumulation: int, impl:
     return_hidden_states(fused)
     losses, eval_loss = train(fused, tmp_path / "fused", accumulation, compute_loss_func=CausalLMLoss(fused, impl=impl))
     assert len(losses) == 4
-    assert losses == pytest.approx(expected, abs=2e-4)  # as the trainer rounds them
+    assert losses == pytest.approx(expected, abs=2e-4)  # rounded by the trainer
     assert eval_loss == pytest.approx(expected_eval, rel=1e-4)
     assert list(fused.state_dict()) == keys
     for (name, actual), right in zip(fused.named_parameters(), stock.parameters(), strict=True):
@@ -177,7 +177,7 @@ def test_accelerates_wrappers_come_off(prepared_first: bool) -> None:
 
 
 def test_evaluation_with_tuples() -> None:
-    """With as many classes as features, logits and hidden states have one shape."""
+    """Classes and features are equally many, so logits and hidden states have one shape."""
     config = transformers.LlamaConfig(
         vocab_size=96, hidden_size=96, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1
     )
@@ -296,7 +296,7 @@ def alone() -> Any:
 
 @pytest.mark.usefixtures("alone")
 def test_ddp_that_looks_for_unused_parameters() -> None:
-    """As a Trainer sets it. The output layer's weight is used, but after the forward."""
+    """Trainer's setting. The output layer's weight is used, but after the forward."""
     config = transformers.LlamaConfig(
         vocab_size=VOCAB_SIZE, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1
     )
@@ -318,6 +318,6 @@ def test_ddp_that_looks_for_unused_parameters() -> None:
         loss_fn(wrapped(**batch), batch["labels"]).backward()
         gradients = [parameter.grad for parameter in model.parameters()]
         assert all(gradient is not None for gradient in gradients)
-        # What is reduced over the ranks is every gradient as it is in the end.
+        # Sums over the ranks are of every gradient in its final state.
         sums = sum(buffer.abs().sum().item() for buffer in ready)
         assert sums == pytest.approx(sum(g.abs().sum().item() for g in gradients if g is not None), rel=1e-4)

@@ -1,4 +1,4 @@
-"""What notebooks and tools do to the package as a module: everything imported from it, listed, documented, imported a second time."""
+"""Uses of the package as a module by notebooks and tools: everything imported from it, listed, documented, imported a second time."""
 
 from __future__ import annotations
 

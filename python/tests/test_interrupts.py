@@ -113,7 +113,7 @@ def steps(device: str, kind: str) -> list[Step]:
 
 
 def equal(kind: str, actual: list[Tensor], expected: list[Tensor]) -> bool:
-    # whether gradients come from what was retained changes bits there, and what is alive decides that
+    # gradients from retained logits have other bits there, and the objects alive decide whether logits are retained
     if kind == "retaining" and actual[0].is_cuda:
         return all(
             torch.allclose(a.float(), b.float(), rtol=2e-2, atol=1e-2 * b.float().abs().max().item())
@@ -128,7 +128,7 @@ def forget() -> None:
         kernel.frames.clear()
 
 
-LEAST_LINES = 50  # of the package's, that forward and backward run through
+LEAST_LINES = 50  # lines of the package that forward and backward run through
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,7 @@ def test_stop_and_exceptions_of_callbacks_end_the_call(command: str, tmp_path: P
 
 
 def test_interrupted_at_every_line(tmp_path: Path) -> None:
-    """Those of callbacks, too, from which ctypes lets no exception out."""
+    """Interrupts lines of callbacks, too, from which ctypes lets no exception out."""
     for at in itertools.count():
         with Interrupt(at) as trace:
             try:

@@ -159,7 +159,7 @@ def no_mode() -> Any:
 @pytest.mark.parametrize("calls", ["first", "direct"])
 def test_a_kernel_first_made_under_a_mode_is_like_any_other(device: str, mode: Any, calls: str) -> None:
     flce.check_labels()
-    vocab_size = next(_sizes)  # of a kernel that nobody has made
+    vocab_size = next(_sizes)  # a size whose kernel nobody has made
     problem = make_problem(device, vocab_size=vocab_size, ignored=0.0)
     known = len(_kernels.all_kernels())
     with mode():

@@ -1,5 +1,5 @@
-"""How ranks come to know where each one's rows lie in the vocabulary: what makes one, what does not, and when they ask each other. Of two
-ranks this process is one, and says what the other one has."""
+"""Agreement of ranks on where each one's rows lie in the vocabulary: reasons to ask each other again, and reasons not to. This process is
+one of two ranks, and speaks for the other one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What quick leaves out repeats pairs that it has."""
+"""The quick level leaves out only cases whose pairs it has elsewhere."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_cases_that_are_no_product_are_covered() -> None:
 
 
 def test_quick_leaves_out_repetitions_alone(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 2 x 2 x 3 combinations 6 have every pair; a mark on a value keeps its meaning."""
+    """6 of 2 x 2 x 3 combinations have every pair; a mark on a value keeps its meaning."""
     pytester.makeconftest("import levels\n\ndef pytest_collection_modifyitems(items): levels.mark_repetitions(items)\n")
     pytester.makepyfile(
         """

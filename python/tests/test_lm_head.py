@@ -73,7 +73,7 @@ def test_it_is_a_linear_by_its_state() -> None:
 
 
 def test_class_weights_move_with_the_module(device: str) -> None:
-    """As those of nn.CrossEntropyLoss; what is saved stays an nn.Linear's."""
+    """Class weights are a buffer, as in nn.CrossEntropyLoss; the saved state stays an nn.Linear's."""
     weights = torch.linspace(0.5, 2.0, V, device="cpu")
     head = flce.FusedLMHead(D, V, device="cpu", class_weight=weights)
     assert head.to("meta").class_weight.is_meta  # type: ignore[union-attr]

@@ -328,7 +328,7 @@ def test_a_count_of_zero_or_less_gives_zero(device: str, impl: str, count: float
 
 
 def test_labels_that_are_counted(device: str) -> None:
-    """As the kernels count: not ignored, and in the vocabulary."""
+    """Counts labels by the kernels' rule: not ignored, and in the vocabulary."""
     loss = flce.LinearCrossEntropyLoss(nn.Linear(16, 32, device=device), impl="pytorch", shift=0)
     assert loss.num_valid(torch.tensor([0, 31, -100, 32, -7], device=device)).item() == 2
 
@@ -394,7 +394,7 @@ def test_output_layers_that_are_more_than_their_weight(kind: str) -> None:
     make, error, message = NO_PRODUCTS[kind]
     head, (hidden, labels) = make(), batch("cpu")
     if message.startswith("hook"):
-        head(hidden)  # as a trainer has called it before
+        head(hidden)  # a trainer's earlier call
     for call in (
         lambda: flce.LinearCrossEntropyLoss(head, "flce", shift=1)(hidden, labels),
         lambda: flce.LinearCrossEntropyLoss(head, "pytorch", shift=1)(hidden, labels),
@@ -420,7 +420,7 @@ def test_quantised_layers_of_the_packages_themselves(kind: str) -> None:
     else:
         layer = getattr(pytest.importorskip("bitsandbytes").nn, kind)(D, V, bias=False)
         layer.load_state_dict(head.state_dict())
-        head = layer.to("cpu")  # which quantises
+        head = layer.to("cpu")  # quantises
     for call in (
         lambda: flce.LinearCrossEntropyLoss(head, "pytorch", shift=1)(hidden, labels),
         lambda: flce.LinearCrossEntropyLoss(head, "flce", shift=1).forward_logits(hidden),

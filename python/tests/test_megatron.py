@@ -19,7 +19,7 @@ from megatron_support import BATCH, PADDED, SEQUENCE, VOCAB, Batch, fused_calls,
 from rank_support import cases_passed
 from test_pipeline import launch
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # of what is not installed, and of what Megatron will not do one day
+pytestmark = pytest.mark.filterwarnings("ignore")  # warnings about missing packages, and about Megatron's later changes
 
 ON_DEVICE = True
 EXAMPLE = Path(__file__).resolve().parent.parent.parent / "examples" / "megatron_style.py"
@@ -151,7 +151,7 @@ def test_mamba_model(fused: list[Any]) -> None:
 
 
 def logits_of_depths(model: Any, batch: Batch) -> list[Tensor]:
-    """Of a model that is not patched."""
+    """Logits of each depth, from a model that is not patched."""
     logits: list[Tensor] = []
     handle = model.output_layer.register_forward_hook(lambda *given: logits.append(given[2][0].detach()))
     batch.losses(model)
@@ -166,7 +166,7 @@ def hit_some(model: Any, batch: Batch) -> None:
 
 
 def hits_of_logits(model: Any, batch: Batch) -> list[list[float]]:
-    """What the heads of a model that is not patched accept, from their logits."""
+    """Hits and counts of each depth, from the logits of a model that is not patched."""
     labels, mask, rows = batch.labels, batch.loss_mask, []
     for of_depth in logits_of_depths(model, batch):
         labels, _ = support.roll_tensor(labels)
@@ -386,7 +386,7 @@ def test_main_grad_by_the_layers_own_choice(fused: list[Any], caplog: pytest.Log
 
 
 def test_example_trains_and_needs_less_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "1048576")  # what is freed goes back to the system, and a peak shows
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "1048576")  # freed memory goes back to the system, and a peak shows
     output = launch(str(EXAMPLE), "--tiny", "--depths", "1", "--steps", "3")
     lines = re.findall(r"^ +(as it comes|flce): losses ([\d. ]+?) +[\d.]+ ms a step +([\d.]+) MiB", output, re.MULTILINE)
     losses = {name: [float(loss) for loss in each.split()] for name, each, _ in lines}

@@ -1,4 +1,4 @@
-"""What flce.megatron refuses, by name and with Megatron's own kind of exception."""
+"""Refusals of flce.megatron, by name and with Megatron's own kind of exception."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import megatron_support as support
 from megatron_support import PADDED, Batch, fused_calls, gpt_model, megatron_groups  # noqa: F401  # fixtures
 
 ON_DEVICE = True
-pytestmark = pytest.mark.filterwarnings("ignore")  # of what is not installed, and of what Megatron will not do one day
+pytestmark = pytest.mark.filterwarnings("ignore")  # warnings about missing packages, and about Megatron's later changes
 
 
 def _bias(model: Any) -> None:
@@ -35,7 +35,7 @@ def _adapter(model: Any) -> None:
 
 
 def _deferred(model: Any) -> None:
-    model.output_layer.config = copy.copy(model.config)  # of the output layer alone; the others' have no buffers for it
+    model.output_layer.config = copy.copy(model.config)  # config of the output layer alone; other layers have no buffers for it
     model.output_layer.config.defer_embedding_wgrad_compute = True
 
 

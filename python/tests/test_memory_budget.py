@@ -181,7 +181,7 @@ def test_memory_that_a_forward_is_writing_to_is_not_taken(device: str, watched: 
     monkeypatch.setattr(_kernels.LoadedKernel, "run", interrupted)
     loss = loss_of(problem, workspace_limit_bytes=budget)
     assert during == [(whole, 1)]
-    budget._workspace_bytes = 0  # the same once more, after forward: now the memory goes
+    budget._workspace_bytes = 0  # repeats the request after forward: now the memory goes
     with budget.room(scratch + whole):
         pass
     assert (budget.held_bytes, watched.alive()) == (0, 0)

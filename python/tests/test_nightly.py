@@ -1,6 +1,6 @@
-"""What `make test-full` has in a small form only, at its full length: more steps, classes, trainers, schedules and ranks.
+"""Full-length cases that `make test-full` has in a small form only: more steps, classes, trainers, schedules and ranks.
 
-`make test-nightly` runs it; docs/training.md has the table of what ran."""
+`make test-nightly` runs them; docs/training.md has the table of runs."""
 
 # ruff: noqa: E402  # imports come after what skips without transformers
 
@@ -39,7 +39,7 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-    gc.enable()  # which torchtitan's Trainer takes over
+    gc.enable()  # torchtitan's Trainer takes over the garbage collector
 
 
 # ── transformers ──────────────────────────

@@ -1,4 +1,4 @@
-"""Outputs are tensors of their own, whatever way a call goes: each may be changed in place under grad, and the others and their gradients
+"""Outputs are tensors of their own, in every way of calling: each may be changed in place under grad, and the others and their gradients
 stay."""
 
 from __future__ import annotations

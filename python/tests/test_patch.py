@@ -339,7 +339,7 @@ def test_a_pickled_model_is_patched_again() -> None:
 
 
 def test_copies_of_data_parallel_are_refused() -> None:
-    """What nn.DataParallel asks each module for where one process sees several GPUs, as transformers' Trainer then does by itself."""
+    """nn.DataParallel asks each module for a replica where one process sees several GPUs, as transformers' Trainer then does by itself."""
     mine = flce.patch(tiny_model())
     for model in (mine, copy.deepcopy(mine)):
         with pytest.raises(flce.ArgumentError, match=r"nn.DataParallel copies LlamaForCausalLM .*torchrun"):
@@ -483,7 +483,7 @@ def test_wrapped_over_two_ranks() -> None:
 
 @pytest.mark.full
 def test_example_trains_alike_and_needs_less_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "1048576")  # what is freed goes back to the system, and a peak shows
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "1048576")  # freed memory goes back to the system, and a peak shows
     output = launch(str(HERE.parent.parent / "examples" / "hf_trainer.py"), "--tiny")
     found = re.findall(r"^ +(as it comes|flce\.patch): losses ([\d. ]+?) +[\d.]+ ms a step +([\d.]+) MiB", output, re.MULTILINE)
     losses = {name: [float(loss) for loss in of.split()] for name, of, _ in found}

@@ -51,7 +51,7 @@ def shifted(logits: Tensor, labels: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def masked(logits: Tensor, labels: Tensor, mask: Tensor | None) -> Tensor:
-    if mask is not None:  # as GraniteSpeech has it
+    if mask is not None:  # GraniteSpeech's mask
         logits, labels = logits[mask[:, 1:] != 0], labels[mask[:, 1:] != 0]
     return shifted(logits, labels, None)
 
@@ -120,7 +120,7 @@ def test_options_of_the_loss_are_not_compared() -> None:
 
 
 class Counting(nn.Module):
-    """What changes at each of its calls: a buffer, an attribute, and random numbers."""
+    """A module that changes at each of its calls: a buffer, an attribute, and random numbers."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -365,9 +365,9 @@ def test_what_does_nothing_is_said_once(caplog: pytest.LogCaptureFixture, monkey
     model = flce.patch(tiny_model().train())
     tokens = {"input_ids": batch()["input_ids"]}
     for _ in range(2):
-        model(**tokens)  # as Trainer(label_smoothing_factor=...) calls it
+        model(**tokens)  # the call of Trainer(label_smoothing_factor=...)
     own = model.forward
-    model.forward = lambda *args, fused_lm_head=False, **kwargs: None if fused_lm_head else own(*args, **kwargs)  # as TRL wraps it
+    model.forward = lambda *args, fused_lm_head=False, **kwargs: None if fused_lm_head else own(*args, **kwargs)  # TRL's wrapper
     for _ in range(2):
         model(**batch(), fused_lm_head=True)
     model(**batch())

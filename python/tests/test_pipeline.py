@@ -54,7 +54,7 @@ def test_example_trains_and_needs_less_memory(schedule: str) -> None:
 
 
 def test_every_schedule_equals_the_unpipelined_model() -> None:
-    """Those of one stage a rank and of two, whether they split backward or not, with 12 losses each."""
+    """Runs schedules of one stage a rank and of two, whether they split backward or not, with 12 losses each."""
     exported = [name for name in schedules.__all__ if name.startswith("Schedule")]
     assert cases_passed("schedules_worker.py", "2") == {2: len(in_turn(range(12 * len(exported)), 5))}
 
@@ -194,7 +194,7 @@ def test_class_weights_of_microbatches_are_counted(device: str, impl: str) -> No
     """The microbatches' losses add up to the whole batch's mean, which divides by the labels' class weights."""
     head, weights = nn.Linear(32, 500, device=device), torch.linspace(0.1, 4.0, 500, device=device)
     hidden, labels = microbatches(device, 1)[0]
-    labels[:24] //= 9  # of the small weights
+    labels[:24] //= 9  # classes of the small weights
     labels[40:44] = torch.tensor([-100, -100, 500, -7], device=device)
     loss_fn = flce.PipelineFusedLoss(head, impl=impl, shift=0, class_weight=weights)
     valid = (labels >= 0) & (labels < 500)

@@ -1,5 +1,5 @@
-"""What forward leaves to backward: where it lies, when it is used, that it is never stale, and that its memory is nobody's longer than it
-must."""
+"""Logits that forward leaves to backward: their place and use, that they are never stale, and that nobody has their memory longer than
+needed."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ def test_a_further_backward_computes_again(device: str, watched: Watched, way: L
 def test_gradients_one_by_one(device: str, watched: Watched) -> None:
     """Zero-bubble schedules ask for hidden's first, and for weight's after other microbatches."""
     problem = make(device)
-    hidden = problem.hidden * 1.0  # as in a model: what the engine asks for is another node's
+    hidden = problem.hidden * 1.0  # a layer's output: the engine is asked about the node of another function
     loss = flce.linear_cross_entropy(hidden, problem.weight, problem.target)
     for_hidden = torch.autograd.grad(loss, hidden, retain_graph=True)[0]
     again = torch.autograd.grad(loss, hidden, retain_graph=True)[0]
@@ -315,7 +315,7 @@ def test_exceptions_end_a_loss(device: str, watched: Watched, monkeypatch: pytes
         gradients_of(problem, loss, retain_graph=True)
     monkeypatch.setattr(_kernels.LoadedKernel, "run", run)
     watched.take()
-    check(problem, gradients_of(problem, loss))  # whatever the failed backward left of it is not read
+    check(problem, gradients_of(problem, loss))  # remains of the failed backward are not read
     assert watched.take()[0] == NONE
 
 

@@ -1,5 +1,5 @@
-"""What a forward may leave to backward, decided from a caller's choice, a limit and what the kernel has room for; and when losses count as
-several. Kernels are stand-ins."""
+"""A forward's choice to retain, from a caller's choice, a limit and the kernel's room; and when losses count as several. Kernels are
+stand-ins."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_the_weights_gradient_lends_where_it_is_asked_for(lends: bool) -> None:
         (AUTOMATIC | GRADIENT | WEIGHT, 0, False, True),  # lent
         (AUTOMATIC | WEIGHT, 0, True, False),  # no gradient will be asked for
         (NEVER | GRADIENT | WEIGHT, 0, False, False),
-        (NEVER | GRADIENT | WEIGHT, 0, True, True),  # as a shard's
+        (NEVER | GRADIENT | WEIGHT, 0, True, True),  # a shard's
         (NEVER | GRADIENT, 200, False, True),
         (NEVER | GRADIENT, 100, False, False),
         (NEVER, 200, False, False),
@@ -135,7 +135,7 @@ def test_what_was_left_is_of_the_same_tensors_alone() -> None:
 
 
 class Holder:
-    """What holds memory of a budget, and gives it up."""
+    """Holds memory of a budget, and gives it up."""
 
     def __init__(self, budget: flce.MemoryBudget, size: int) -> None:
         self.budget = budget

@@ -155,7 +155,7 @@ def test_the_launches_of_two_passes(device: str, watched: Watched, options: dict
         hidden = problem.hidden * 1.0
         return hidden, flce.linear_cross_entropy(hidden, problem.weight, problem.target, **options)
 
-    forward()  # what is compiled is not profiled
+    forward()  # compiles outside the profile
     (hidden, loss), of_forward = launched(forward)
     for_hidden, of_input = launched(lambda: torch.autograd.grad(loss, hidden, retain_graph=True)[0])
     for_weight, of_weight = launched(lambda: torch.autograd.grad(loss, problem.weight)[0])

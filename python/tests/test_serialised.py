@@ -1,4 +1,4 @@
-"""Hooks on saved tensors that write what a retaining layer saves to a file: what is retained is left behind, and backward computes it
+"""Hooks on saved tensors that write a retaining layer's tensors to a file: retained logits are left behind, and backward computes them
 again."""
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def test_hooks_that_serialise_what_a_retaining_layer_saves(device: str, watched:
     for _ in range(3):
         with torch.autograd.graph.saved_tensors_hooks(serialise, lambda tensor: tensor):
             loss = loss_of(problem)
-        assert watched.alive() == 0  # what was retained is left behind
+        assert watched.alive() == 0  # retained logits are left behind
         check(problem, gradients_of(problem, loss))
         assert watched.take()[0] == NONE
     check(problem, gradients_of(problem, loss_of(problem)))

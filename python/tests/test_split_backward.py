@@ -1,5 +1,5 @@
-"""Backward in two passes, as schedules that split it run the loss's node: for every functional, what both passes read and cost, through the
-operators and explicit graphs, and where the engine cannot be asked what a pass is for."""
+"""Backward in two passes, as schedules that split it run the loss's node: each pass's reads and costs for every functional, through the
+operators and explicit graphs, and where the engine cannot be asked which pass runs."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def in_one(stage: Stage, loss: Loss, dtype: torch.dtype, device: str) -> list[Te
 def test_functionals_in_two_passes(device: str, passes: Passes, loss: Loss, bias: bool) -> None:
     if bias and loss is distillation:
         pytest.skip("takes no bias")
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32  # what a GPU retains
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32  # the dtype in which a GPU retains
     stage = Stage(device, dtype, bias=bias)
     expected = in_one(stage, loss, dtype, device)
     passes.clear()
@@ -208,7 +208,7 @@ def test_a_node_is_kept_only_where_a_schedule_may_split(device: str, monkeypatch
         kept = flce.linear_cross_entropy(problem.hidden, problem.weight, problem.target)
         assert torch.equal(kept, plain), way
         assert kept.grad_fn.name() == "MulBackward0"
-        assert not kept._is_view()  # of which detach_() would be refused
+        assert not kept._is_view()  # detach_() is refused for a view
         for actual, right in zip(*(torch.autograd.grad(of, (problem.hidden, problem.weight)) for of in (kept, plain)), strict=True):
             assert torch.equal(actual, right)
         plain = flce.linear_cross_entropy(problem.hidden, problem.weight, problem.target)
@@ -301,7 +301,7 @@ def test_operators_in_two_passes(device: str, passes: Passes, loss: Loss) -> Non
 
 
 class Step(nn.Module):
-    """What a pipeline that runs graphs traces of its last stage."""
+    """The module that a pipeline of graphs traces of its last stage."""
 
     def __init__(self, stage: Stage, **options: Any) -> None:
         super().__init__()
@@ -333,7 +333,7 @@ def run_until(graph: torch.fx.GraphModule, values: dict[Any, Any], outputs: Sequ
 def test_graphs_in_two_passes(device: str, passes: Passes, asks_twice: bool, options: dict[str, Any]) -> None:
     """Forward, input's and weights' graph of several microbatches in turn. A trace that asks for all gradients at once has one operator,
     which the input's graph runs, and hands on weight's gradient; one that asks twice has two."""
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32  # what a GPU retains
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32  # the dtype in which a GPU retains
     stage = Stage(device, dtype)
     step = Step(stage, **options)
     names, parameters = zip(*step.named_parameters(), strict=True)

@@ -121,7 +121,7 @@ def test_random_combination(device: str, seed: int) -> None:
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_forms_of_a_number_a_token(device: str, function: str) -> None:
-    """The bits of a contiguous tensor, whatever its strides."""
+    """Compares bits with a contiguous tensor's, for any strides."""
     problem = make_problem(device, num_tokens=36, temperature=True, token_weight=function == "linear_cross_entropy")
     hidden, target = problem.hidden.view(4, 9, 24), problem.target.view(4, 9)
 
@@ -231,7 +231,7 @@ def test_a_temperature_that_is_none_is_a_fault(device: str, function: str, bad: 
     ignored[[6, 30]] = -100
     for value, right in zip(actual, run(ignored, good), strict=True):
         assert torch.equal(value, right)
-    run(ignored, temperature)  # of rows that are ignored nobody asks
+    run(ignored, temperature)  # nobody asks about ignored rows
     flce.check_labels()
 
 

@@ -1,5 +1,5 @@
-"""What torch does to calls with temperature, token_weight, dft, top1 and log_sum_sq_probs, and to linear_logprobs: compilers, hooks,
-checkpoints, threads, and what is refused by name."""
+"""Torch's ways with calls that have temperature, token_weight, dft, top1 and log_sum_sq_probs, and with linear_logprobs: compilers, hooks,
+checkpoints, threads, and refusals by name."""
 
 from __future__ import annotations
 
@@ -278,7 +278,7 @@ def test_direct_calls_of_logprobs(device: str) -> None:
         runs.append((logprobs, *torch.autograd.grad(logprobs, (hidden, problem.weight), upstream)))
     assert [_engine.python_node(run[0]).name() == "LinearCrossEntropyDirectBackward" for run in runs] == [False, True, True, True]
     assert all(all_equal(run, runs[0]) for run in runs[1:])
-    # The same layer with other outputs or a temperature is another call.
+    # One layer with other outputs or a temperature is another call.
     assert isinstance(flce.linear_logprobs(hidden, problem.weight, target, return_entropy=True), tuple)
     halved = flce.linear_logprobs(hidden, problem.weight, target, temperature=2.0)
     expected = reference(hidden, problem.weight, target, temperature=2.0)["logprobs"]
@@ -287,7 +287,7 @@ def test_direct_calls_of_logprobs(device: str) -> None:
 
 
 def test_a_ratio_of_policies(device: str) -> None:
-    """As in PPO and GRPO: gradients of a clipped ratio with an entropy bonus."""
+    """PPO's and GRPO's objective: gradients of a clipped ratio with an entropy bonus."""
     problem = make_problem(device, temperature=True)
     advantage, old = torch.randn(37, device=device), torch.randn(37, device=device) - 4
     mask = (problem.target != -100).float()
@@ -415,7 +415,7 @@ def test_refused_by_name(impl: str, changes: dict[str, Any], kind: type[Exceptio
         pytest.skip("not an argument of linear_logprobs")
     problem = make_problem("cpu")
     if impl != "pytorch":
-        for before in ({}, {"dft": True}) if "dft" in changes else ({},):  # what is remembered of other calls changes nothing
+        for before in ({}, {"dft": True}) if "dft" in changes else ({},):  # memories of other calls change nothing
             for _ in range(3):
                 getattr(flce, impl)(problem.hidden, problem.weight, problem.target, **before)
         with pytest.raises(kind, match=message):

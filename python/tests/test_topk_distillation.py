@@ -92,7 +92,7 @@ def reference(
     num_valid_tokens: float | None = None,
     **_: Any,
 ) -> dict[str, Tensor]:
-    """Of flat tokens, in fp64."""
+    """Reference for flat tokens, in fp64."""
     logits = hidden @ weight.T if bias is None else hidden @ weight.T + bias
     logits = logits if logit_scale is None else logits * logit_scale
     logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
@@ -272,7 +272,7 @@ def test_probabilities_of_any_kind(device: str) -> None:
     (gradient,) = torch.autograd.grad(loss.sum(), [problem.hidden])
     assert not gradient[row].isfinite().any()
     assert gradient[torch.arange(len(loss), device=device) != row].isfinite().all()
-    # What stands at no class is not read.
+    # Probabilities at id -1 are not read.
     problem = make_problem(device)
     right = run(problem)["loss"]
     problem.teacher_probs[problem.teacher_ids < 0] = float("nan")

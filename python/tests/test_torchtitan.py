@@ -50,13 +50,13 @@ def group_of_one() -> Iterator[None]:
     before = {name: os.environ.get(name) for name in given}
     os.environ.update(given)
     dist.init_process_group(rank_support.one_rank_backend())
-    torch.autograd.set_multithreading_enabled(False)  # as torchtitan's own start of the ranks does
+    torch.autograd.set_multithreading_enabled(False)  # torchtitan's own start of the ranks does this
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         yield
     finally:
-        gc.enable()  # which the Trainer takes over
+        gc.enable()  # the Trainer takes over the garbage collector
         torch.set_num_threads(threads)
         dist.destroy_process_group()
         torch.autograd.set_multithreading_enabled(True)
@@ -189,7 +189,7 @@ def test_ranks() -> None:
 
 
 def test_example_trains_and_needs_less_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "1048576")  # what is freed goes back to the system, and a peak shows
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "1048576")  # freed memory goes back to the system, and a peak shows
     output = launch(str(HERE.parent.parent / "examples" / "torchtitan_style.py"), "--tiny", "--steps", "3")
     memory = {name: float(mib) for name, mib in re.findall(r"^ *(\w+): losses .* ([\d.]+) MiB at the peak", output, re.MULTILINE)}
     assert memory.keys() == {"CrossEntropyLoss", "ChunkedLossWrapper", "FusedLoss"}
@@ -326,4 +326,4 @@ def test_heads_that_are_refused() -> None:
     head = linear()
     with pytest.raises(flce.ShapeError, match="hidden"):
         loss_of(head)(hidden[..., :8], labels)
-    assert "forward" not in vars(head)  # as it was, also after an error
+    assert "forward" not in vars(head)  # unchanged, also after an error

@@ -177,7 +177,7 @@ def test_autocast_computes_in_its_dtype() -> None:
     tensors, targets = arguments(64, 32, 101)
     with torch.autocast(tensors[0].device.type, torch.bfloat16):
         fused, own = results(Fused, tensors, targets, 0.8, 64), results(Own, tensors, targets, 0.8, 64)
-    assert_same(fused[:4], own[:4], 5e-2)  # which rounds its logits
+    assert_same(fused[:4], own[:4], 5e-2)  # TRL's own function rounds its logits
     rounded = [tensor.detach().bfloat16().float().requires_grad_() for tensor in tensors]
     assert_same(fused[:3], results(Own, rounded, targets, 0.8, 64)[:3])
     assert [gradient.dtype for gradient in fused[5:] if gradient is not None] == [torch.float32] * 3
@@ -405,7 +405,7 @@ def test_a_batch_without_labels_gives_a_zero_with_gradients() -> None:
 
 
 def test_the_example_takes_less_memory_with_flce(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "1048576")  # what is freed goes back to the system, and a peak shows
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "1048576")  # freed memory goes back to the system, and a peak shows
     example = Path(__file__).resolve().parent.parent.parent / "examples" / "trl_grpo.py"
     command = [sys.executable, str(example), "--tiny", "--shape", "1x32x16384", "--length", "32", "--steps", "2"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}

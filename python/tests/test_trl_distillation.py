@@ -187,7 +187,7 @@ class Rollouts:
             with torch.no_grad():
                 logps, classes = teacher(ids[None]).logits[0].log_softmax(-1).topk(top_k)
             completion = (torch.arange(len(ids)) >= 3).long()
-            first = torch.full((1, top_k), -1)  # what is said of a token is of the position before it
+            first = torch.full((1, top_k), -1)  # a token's numbers are from the position before it
             self.rollout_buffer.put(
                 RolloutSample(
                     prompt=[],

@@ -34,7 +34,7 @@ def test_output_arguments_and_modules(server: Server, tmp_path: Path) -> None:
 
 
 def has_ended(pid: int) -> bool:
-    """Also a zombie, which waits for whoever adopts it."""
+    """Whether a process has ended. A zombie, which waits to be adopted, counts, too."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
     except (FileNotFoundError, ProcessLookupError):

@@ -194,7 +194,7 @@ def with_its_own_loss(config: Any) -> Any:
 
 
 class Run:
-    """What the Trainer logged and left behind."""
+    """Numbers that the Trainer logged, and its remains."""
 
     def __init__(self, config: Any) -> None:
         self.losses: list[float] = []

@@ -28,8 +28,8 @@ def configured(settings: dict[str, Any], model: dict[str, Any]) -> Any:
 
 
 def trained(*, layers: int = 2, tied: bool = False, calls: int = 3, unchunked: bool = False, **settings: Any) -> None:
-    """The same steps with both losses. torchtitan's default backend, spmd_types, takes no FSDP2 of several ranks with torch 2.13.
-    `unchunked`: torchtitan's loss of whole logits is what is right."""
+    """Runs the same steps with both losses. torchtitan's default backend, spmd_types, takes no FSDP2 of several ranks with torch 2.13.
+    `unchunked`: the reference is torchtitan's loss of whole logits."""
     from torchtitan.components.loss import CrossEntropyLoss
 
     settings = {name.replace("__", "."): value for name, value in settings.items()} | {"parallelism.spmd_backend": "partial_dtensor"}
@@ -133,7 +133,7 @@ def unit_of_its_own() -> None:
             seen, _ = loss(model(hidden[mine]), labels[mine], torch.tensor(24))
         torch.testing.assert_close(seen, value.detach())
         assert hasattr(model.lm_head.weight, "full_tensor")  # sharded again
-        model.reshard()  # what FSDP2 leaves of a root that no backward follows
+        model.reshard()  # undoes FSDP2's gathering of a root that no backward follows
 
 
 DATA = {"parallelism__data_parallel_shard_degree": 2}
@@ -164,7 +164,7 @@ def run(function: Callable[..., None], settings: dict[str, Any] | None = None) -
 
 
 def prepare() -> None:
-    torch.autograd.set_multithreading_enabled(False)  # as torchtitan's own start of the ranks does
+    torch.autograd.set_multithreading_enabled(False)  # torchtitan's own start of the ranks does this
     logging.disable(logging.WARNING)
 
 

@@ -56,7 +56,7 @@ OF_A_RUN: dict[str, Any] = {
 
 @dataclass
 class Run:
-    """Of each step."""
+    """Numbers of each step."""
 
     losses: list[float] = field(default_factory=list)
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
@@ -125,8 +125,8 @@ def train(trainer: Any) -> Run:
 
 
 def compare(actual: Run, expected: Run, steps: int = STEPS) -> None:
-    """Losses, gradients and metrics of two runs of `steps` steps, within fp32 rounding that ten steps have carried on, or three times as
-    many of a smaller size."""
+    """Losses, gradients and metrics of two runs of `steps` steps, within fp32 rounding that ten steps have carried on, or thirty of a
+    smaller size."""
     assert len(actual.gradients) == len(expected.gradients) == steps
     assert len(actual.losses) == len(expected.losses) and len(actual.losses) % steps == 0
     assert all(any(gradient.norm() > 1e-3 for gradient in step.values()) for step in expected.gradients)

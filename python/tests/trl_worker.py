@@ -30,7 +30,7 @@ def tiny_model() -> Any:
 
 
 def part_of_loss(model: Any, tokens: torch.Tensor) -> Any:
-    """What adds up over tokens to a loss as GRPO's: log-probabilities and an entropy bonus."""
+    """A sum over tokens, as in GRPO's loss: log-probabilities and an entropy bonus."""
     made = model(input_ids=tokens, labels=tokens.masked_fill(tokens < 9, -100), fused_lm_head=True)
     return -(made.log_probs * torch.linspace(0.5, 2, made.log_probs.shape[1])).sum() - 0.1 * made.entropy.sum()
 

@@ -1,4 +1,4 @@
-"""What a type checker sees in code that uses flce: checked by mypy (`tools/test_python.sh typing`), never run."""
+"""User code as a type checker sees it: checked by mypy (`tools/test_python.sh typing`), never run."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ import traceback
 from pathlib import Path
 from typing import IO, Any
 
-#: what most workers import; nothing here computes or starts a thread, since threads are not forked
+#: modules that most workers import; nothing here computes or starts a thread, since threads are not forked
 PRELOADED = (
     "torch.distributed.tensor",
     "torch.distributed.pipelining",
@@ -118,7 +118,7 @@ def _forked(request: dict[str, Any]) -> int:
 
 def _serve() -> None:
     replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what an import prints is no reply
+    os.dup2(2, 1)  # an import's prints are no reply
     for name in sys.argv[1:]:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)

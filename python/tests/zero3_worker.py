@@ -26,7 +26,7 @@ import flce
 import flce.loss
 
 D, V, RANKS, MICRO_BATCHES, STEPS = 32, 102, 2, 2, 3
-# So that these small models are treated as large ones: nothing stays gathered between the modules that use it.
+# Treats these small models as large ones: nothing stays gathered between the modules that use it.
 STRICT = dict.fromkeys(("param_persistence_threshold", "max_live_parameters", "max_reuse_distance", "prefetch_bucket_size"), 0)
 Losses = Callable[[Any, Tensor, Tensor], Any]
 
@@ -274,7 +274,7 @@ def outside_of_the_forward() -> None:
     with refused(flce.ArgumentError, "accumulate_into_grad=True", "ZeRO-3"):
         flce.PipelineFusedLoss(head, accumulate_into_grad=True, shift=1)(hidden, labels)
     assert weight.grad is None
-    # What asks for the weight's shape alone has the whole one's.
+    # The weight's shape, asked for alone, is the whole weight's.
     assert int(pipeline.normalize_by(labels)) == int((labels[:, 1:] != -100).sum())  # type: ignore[arg-type]
     assert f"vocab_size={V}, hidden_dim={D}" in repr(pipeline)
 
@@ -296,7 +296,7 @@ def a_gathering_under_way() -> None:
 
 
 def gathered_by_the_caller(kind: str) -> None:
-    """What the errors advise: the call and its backward inside GatheredParameters."""
+    """Follows the errors' advice: the call and its backward inside GatheredParameters."""
     whole = body()
     model = copy.deepcopy(whole)
     engine = engine_of(model)
@@ -311,7 +311,7 @@ def gathered_by_the_caller(kind: str) -> None:
     tokens, labels = micro_batch(0, 0, dist.get_rank())
     expected = [whole(*micro_batch(0, 0, rank)) for rank in range(RANKS)]
     (sum(expected) / RANKS).backward()
-    for _ in range(MICRO_BATCHES):  # the same one; the gradient of the average
+    for _ in range(MICRO_BATCHES):  # one micro-batch each time; the gradient of the average
         hidden = engine(tokens, hidden_states=True)
         with deepspeed.zero.GatheredParameters([weight, bias]):
             loss = loss_outside(hidden, labels)

@@ -1,4 +1,4 @@
-"""What commands of the pages read, into the working folder."""
+"""Files that the pages' commands read, written into the working folder."""
 
 import json
 import shutil
