@@ -259,8 +259,7 @@ def losses_beside(outputs: Mapping[str, Any]) -> list[str]:
 
 
 def kind_of(model: Any, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Names of a call's arguments, whether it trains, and whether it has several sequences: calls alike in all of these are compared
-    once."""
+    """Names of a call's arguments, whether it trains, and whether it has several sequences: calls alike in these are compared once."""
     names = [name if not isinstance(value, bool) else f"{name}={value}" for name, value in arguments.items() if value is not None]
     tokens = next((value for value in arguments.values() if isinstance(value, Tensor) and value.dim() > 1), None)
     return (model.training, tokens is not None and tokens.shape[0] > 1, *names)

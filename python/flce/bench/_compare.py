@@ -58,8 +58,8 @@ def compare(
         ignored: share of the tokens whose target is ignored.
         pass_: "forward_backward", or "forward", which is without gradients.
         frozen: "weight" or "hidden", which then gets no gradient.
-        logit_std: standard deviation of the random logits, before scale and cap. Implementations that skip small probabilities depend on
-        it.
+        logit_std: standard deviation of the random logits, before scale and cap. Implementations that skip small probabilities
+            depend on it.
         flce: its variants: "default", "all" (all logits retained), "none" (nothing retained).
         workspace_limits: bytes; a variant of flce for each.
         rounds: how many; None: as many as `seconds` allow, from 3 to 100.
