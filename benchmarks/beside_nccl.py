@@ -76,7 +76,7 @@ class Passes:
 
 
 class Beside:
-    """What NCCL does beside a pass."""
+    """Work of NCCL's that runs beside a pass."""
 
     def __init__(self, megabytes: int, times: int) -> None:
         everyone = list(range(dist.get_world_size()))

@@ -31,7 +31,7 @@ class Case(NamedTuple):
     name: str
     shape: str
     spec: str
-    options: tuple[str, ...]  # of flce bench and flce check
+    options: tuple[str, ...]  # options of flce bench and flce check
     bench_only: tuple[str, ...] = ()
     checked: bool = False  # whether its errors are looked at too
 

@@ -21,7 +21,7 @@ import tempfile
 import time
 
 ENOUGH_SAMPLES = 5
-MOST_COMBINATIONS = 4096  # that a record holds
+MOST_COMBINATIONS = 4096  # the most combinations that a record holds
 LEAST_S = 5
 
 

@@ -1,4 +1,4 @@
-"""What benchmarks of one GPU share: the layer that they time, a step's time, and where figures come from."""
+"""Helpers for benchmarks of one GPU: the layer that they time, a step's time, and where figures come from."""
 
 from __future__ import annotations
 

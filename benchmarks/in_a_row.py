@@ -1,4 +1,4 @@
-"""Steps in a row, as in training: seconds of the same step without a pause, until the GPU is at its power limit and its clock has settled.
+"""Steps in a row, as in training: seconds of one step without a pause, until the GPU is at its power limit and its clock has settled.
 
     python3 benchmarks/in_a_row.py [--shape 8192x4096x64128] [--retain all] [--plan grad_weight=192x128x64x4/4x1 ...] [--out FILE.json]
 
@@ -8,13 +8,13 @@ cycles. In a row each has the clock that its own power allows, so times compare 
     three GEMMs                 by cuBLAS, operands of both signs; and each of the three by itself
     three GEMMs, exponentials   the backward products read exponentials, as flce's do: whether operands make a difference
     flce                        forward and backward as planned; forward alone, retaining and not
-    flce, PLAN                  the same with parts of the plan replaced, by --plan
+    flce, PLAN                  the plan with parts of it replaced, by --plan
 
---retain says what forward leaves to backward: all, in memory of its own; what grad_weight's memory has room for; or nothing. Rows come in
-rounds, in an order drawn anew, behind a row of GEMMs that is not counted: a GPU that has idled is quicker for a second. The table has, of
-the last three quarters of each row, the mean time of a step in milliseconds, its energy in J (power is the same in all rows, so time
-follows energy), the ratios of both to the GEMMs of the same round, and the median clock: medians over rounds, with the range of the time's
-ratio.
+--retain says how much forward leaves to backward: all, in memory of its own; as much as grad_weight's memory has room for; or nothing. Rows
+come in rounds, in an order drawn anew, behind a row of GEMMs that is not counted: a GPU that has idled is quicker for a second. The table
+has, for the last three quarters of each row, the mean time of a step in milliseconds, its energy in J (power is the same in all rows, so
+time follows energy), the ratios of both to the GEMMs of the same round, and the median clock: medians over rounds, with the range of the
+time's ratio.
 Needs a GPU and nvidia-ml-py, which reads the SM clock in MHz and the energy.
 """
 
@@ -103,7 +103,7 @@ class Plan:
     def __init__(self, plan: str) -> None:
         self._plan = plan
         self._asked = _native.get_kernel
-        # What remembers kernels: of calls by their arguments, of the latest calls, and by what is computed.
+        # Memories of kernels: of calls by their arguments, of the latest calls, and of kernels by their computation.
         self._remembered: tuple[dict[Any, Any], ...] = ({}, {}, {})
 
     def __enter__(self) -> None:

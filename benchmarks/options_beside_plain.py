@@ -1,4 +1,4 @@
-"""What an option costs: a layer with it beside the plain layer and the three cuBLAS GEMMs, all in one process and in an order drawn anew.
+"""The cost of an option: a layer with it beside the plain layer and the three cuBLAS GEMMs, all in one process and in an order drawn anew.
 
     python3 benchmarks/options_beside_plain.py [--shape 8192x2304x256000] [--softcap 30] [--seconds 20] [--out FILE.json]
 

@@ -3,15 +3,15 @@
     python3 benchmarks/pipeline_memory.py [--shape 4096x2048x151936] [--microbatches 4] [--seconds 20] [--out FILE] [--plot FILE.svg]
 
 A step is the forward of every microbatch and then every backward, by PipelineFusedLoss with the weight's gradient added in place. The
-limits go from what one call needs to what leaves every microbatch's exponentials. Beside it stand F.linear with cross_entropy, on fp32 and
-on 16-bit logits, and torch.compile of the first. "ratio" is the time to that of three cuBLAS GEMMs for each microbatch; the median over the
+limits go from one call's need to room for every microbatch's exponentials. Beside it stand F.linear with cross_entropy, on fp32 and on
+16-bit logits, and torch.compile of the first. "ratio" is the time to that of three cuBLAS GEMMs for each microbatch; the median over the
 rounds. Before each step they run twice, the second time timed, so that the step and they find the GPU's clocks as such GEMMs leave them.
 "arithmetic" is (8 - 2f) / 6, with f the part of all exponentials that the limit has room for beside one call's scratch. Memory is the peak
 beyond inputs, weight and their gradients. Rounds are interleaved: every contender once in each, in random order. "by itself": every
-microbatch's backward follows its forward, with a limit of its own: what the calls take without a limit that is shared.
+microbatch's backward follows its forward, with a limit of its own, as calls without a shared limit run.
 
 Needs a GPU. Writes JSON (default: benchmarks/results/GPU-DATE-pipeline-memory.json); --plot needs matplotlib.
---draw JSON draws what was measured before.
+--draw JSON draws an earlier measurement.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ class Contender:
     name: str
     step: Callable[[], None]
     arithmetic: float | None = None
-    limit_bytes: int | None = None  # of all microbatches, or of each one by itself
+    limit_bytes: int | None = None  # bytes for all microbatches, or for each one by itself
     by_itself: bool = False
     milliseconds: list[float] = field(default_factory=list)
-    floors: list[float] = field(default_factory=list)  # of the GEMMs before each of them
+    floors: list[float] = field(default_factory=list)  # times of the GEMMs before each of them
     peak_bytes: int = 0
     failure: str = ""
 

@@ -1,5 +1,5 @@
-"""What a call costs on the host: forward + backward at a tiny shape, eager, beside an empty torch.autograd.Function pair and what else
-torch offers.
+"""The cost of a call on the host: forward + backward at a tiny shape, eager, beside an empty torch.autograd.Function pair, an empty
+custom_op and torch's own losses.
 
     python benchmarks/python_overhead.py [--device cuda|cpu] [--out FILE]
 

@@ -132,7 +132,7 @@ def milliseconds(step: Callable[[], None]) -> float:
 def measure(layer: Layer, chosen: dict[str, Loss], schedule: str, rounds: int) -> list[dict[str, Any]]:
     rows = []
     for name, loss in chosen.items():
-        for _ in range(3):  # kernels compile; and what is lent hangs on what went before
+        for _ in range(3):  # kernels compile; and lending depends on the schedule before
             layer.run(loss, schedule)
         rows.append({"schedule": schedule, "loss": name, "bytes_beyond": layer.bytes_beyond(loss, schedule), "ms": []})
         torch.cuda.empty_cache()
@@ -141,9 +141,9 @@ def measure(layer: Layer, chosen: dict[str, Loss], schedule: str, rounds: int) -
     floors: list[float] = []
     for i in range(rounds):
         floors.append(milliseconds(floor))
-        for row in rows if i % 2 else reversed(rows):  # what goes before leaves the chip hot or cool
+        for row in rows if i % 2 else reversed(rows):  # the row before leaves the chip hot or cool
             loss = chosen[row["loss"]]
-            layer.run(loss, schedule)  # as it is in a run of its own: lending looks one schedule back
+            layer.run(loss, schedule)  # a run of its own: lending looks one schedule back
             row["ms"].append(milliseconds(lambda loss=loss: layer.run(loss, schedule)))  # type: ignore[misc]
     base = statistics.median(floors)
     rows.insert(0, {"schedule": schedule, "loss": "floor: three cuBLAS GEMMs", "bytes_beyond": None, "ms": floors})

@@ -54,12 +54,12 @@ SHAPES = ("8192x4096x128256", "4096x2048x151936", "3328x4096x128256", "4800x4096
 CONTENDERS = ("floor6", "floor6, reduced", "loss_parallel", "flce, retained", "flce", "one GPU")
 ALL = 1 << 40
 RETAINED: dict[str, Any] = {"workspace_limit_bytes": ALL, "retain_in_grad_weight": False}
-BEHIND_CYCLES = 2_000_000  # of the GPU's clock: 1 ms
+BEHIND_CYCLES = 2_000_000  # 1 ms of the GPU's clock
 BEHIND_STEP = 2 * BEHIND_CYCLES
 
 
 class Layer:
-    """What the contenders read, and the mesh of all ranks."""
+    """Tensors that the contenders read, and the mesh of all ranks."""
 
     def __init__(self, shape: str, mesh: DeviceMesh) -> None:
         tokens, width, classes = map(int, shape.split("x"))
@@ -143,10 +143,10 @@ def prepare_liger(shapes: list[str]) -> None:
 
 
 class Run(NamedTuple):
-    milliseconds: float  # of a step, of the slowest rank
-    host_microseconds: float  # of a step, of the slowest host
+    milliseconds: float  # a step's, on the slowest rank
+    host_microseconds: float  # a step's, on the slowest host
     peak: int  # bytes of this rank above its inputs
-    loss: Tensor | None  # of the last step
+    loss: Tensor | None  # the last step's
 
 
 def timed(layer: Layer, step: Callable[[], Tensor | None], steps: int, pause_seconds: float) -> Run:

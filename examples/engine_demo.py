@@ -7,7 +7,7 @@ below --loss-bound (bytes' frequencies alone give 3.4 nats a byte, a model of ra
     python examples/engine_demo.py --steps 400             # a better model
     python examples/engine_demo.py --stages 4 --schedule gpipe --keep /tmp/demo
 
-A token is a byte. Stages have a GPU each, over NCCL, where there are as many GPUs; else they share the one, or the CPU, over gloo.
+A token is a byte. Stages have a GPU each, over NCCL, where there are enough; else they share the one, or the CPU, over gloo.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def make_checkpoint(folder: Path, arguments: argparse.Namespace) -> int:
         eos_token_id=ByteTokenizer.eos_token_id,
         pad_token_id=ByteTokenizer.pad_token_id,
         tie_word_embeddings=True,
-        initializer_range=0.1,  # so small a model learns sooner from larger weights than the usual 0.02
+        initializer_range=0.1,  # a small model learns sooner from larger weights than the usual 0.02
     )
     model = LlamaForCausalLM(config)
     model.save_pretrained(folder)
@@ -59,7 +59,7 @@ def make_checkpoint(folder: Path, arguments: argparse.Namespace) -> int:
 
 
 def shard(source: Path, target: Path, num_stages: int) -> None:
-    """What flce-shard-checkpoint does."""
+    """Runs flce-shard-checkpoint's function."""
     print(f"$ flce-shard-checkpoint {source} {target} --stages {num_stages}", flush=True)
     report = shard_checkpoint(source, target, num_stages, overwrite=True)
     for file in report["files"]:

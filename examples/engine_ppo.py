@@ -66,7 +66,7 @@ def make_model(place: Place, arguments: argparse.Namespace, *, critic: bool = Fa
 def train(place: Place, arguments: argparse.Namespace) -> list[dict[str, float]]:
     """One stage's process; statistics of each iteration on the last stage."""
     actor = make_model(place, arguments, learning_rate=arguments.learning_rate)
-    reference = make_model(place, arguments)  # of the same seed, so of the policy's first weights
+    reference = make_model(place, arguments)  # one seed, so the policy's first weights
     critic = make_model(place, arguments, critic=True, learning_rate=3 * arguments.learning_rate)
     shared: dict[str, Any] = {
         "n_minibatches": arguments.minibatches,

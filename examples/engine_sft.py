@@ -5,8 +5,8 @@ fused one of examples/engine/sft_interface.py, both with each step's loss and th
     python examples/engine_sft.py --tiny               # for tests: seconds
     python examples/engine_sft.py --shape 28x2048x151936 --dtype bf16 --length 4096 --sequences 16    # a real one, on GPUs
 
-The model is a Llama of random weights, the text this project's documentation in packed paragraphs; of each the first quarter is the prompt,
-which is not trained. A stage has a GPU of its own, over NCCL, where there are as many as stages; else all share the one, or the CPU, over
+The model is a Llama of random weights, the text this project's documentation in packed paragraphs; the first quarter of each is the prompt,
+which is not trained. A stage has a GPU of its own, over NCCL, where there are enough for all; else all share the one, or the CPU, over
 gloo. On the CPU, memory is the process's resident memory.
 """
 
@@ -31,11 +31,11 @@ from flce.engine import PipelineEngine, causal_lm_stage
 
 MIB = 1 << 20
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-TOLERANCES = {"fp32": 1e-4, "bf16": 2e-2}  # of a loss, which later steps carry on
+TOLERANCES = {"fp32": 1e-4, "bf16": 2e-2}  # allowed difference of a loss, which later steps carry on
 
 
 def materialised_sft_loss(logits: Tensor, packed_input_ids: Tensor, cu_seqlens: Tensor, prompt_mask: Tensor) -> tuple[Tensor, Any]:
-    """The same loss as it is written for logits [T, V], which the engine's output stands for."""
+    """The loss as it is written for logits [T, V], which the engine's output stands for."""
     mask = build_loss_mask(prompt_mask, cu_seqlens)
     targets = torch.where(mask, torch.roll(packed_input_ids, -1), -100)
     total = F.cross_entropy(logits.float(), targets, reduction="sum")

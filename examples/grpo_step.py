@@ -36,10 +36,10 @@ class Config:
     hidden: int = 64
     vocab: int = 4096
     groups: int = 2
-    completions: int = 4  # of each group's prompt
+    completions: int = 4  # completions of each group's prompt
     prompt: int = 8
     sequence: int = 64
-    temperature: float = 0.8  # that completions are sampled at
+    temperature: float = 0.8  # sampling temperature of completions
     clip: float = 0.2
     kl: float = 0.04
     entropy: float = 0.001
@@ -130,7 +130,7 @@ def grpo_loss(config: Config, batch: Batch, policy: Scores, reference: Tensor) -
 
 
 class Step(NamedTuple):
-    """What one way of computing the step gave."""
+    """Results of one way of computing the step."""
 
     loss: Tensor
     gradients: list[Tensor]

@@ -27,12 +27,12 @@ from transformers import LlamaConfig, LlamaForCausalLM, PrinterCallback, Trainer
 import flce
 
 MIB = 1 << 20
-TOLERANCES = {torch.bfloat16: 2e-2, torch.float32: 1e-4}  # of a loss, relative
+TOLERANCES = {torch.bfloat16: 2e-2, torch.float32: 1e-4}  # allowed relative difference of a loss
 
 
 @dataclass
 class Run:
-    """What one training run came to."""
+    """Results of one training run."""
 
     losses: list[float] = field(default_factory=list)
     milliseconds: list[float] = field(default_factory=list)

@@ -8,7 +8,7 @@ Prints each run's losses, time and peak memory beyond what it holds between step
     torchrun --nproc-per-node=4 examples/megatron_style.py            # the vocabulary and all else over 4 tensor-parallel ranks
 
 A shape is layers x hidden_size x vocab_size of a model with random weights; the data are random tokens. Needs megatron-core (0.16.1 is
-tested), neither Apex nor Transformer Engine.
+tested), without Apex and Transformer Engine.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ import flce
 
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # of Apex and Transformer Engine
+    warnings.simplefilter("ignore")  # warnings about Apex and Transformer Engine
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
@@ -40,12 +40,12 @@ with warnings.catch_warnings():
     from megatron.core.transformer.transformer_config import TransformerConfig
 
 MIB = 1 << 20
-TOLERANCES = {torch.bfloat16: 2e-2, torch.float32: 1e-4}  # of a loss, relative
+TOLERANCES = {torch.bfloat16: 2e-2, torch.float32: 1e-4}  # allowed relative difference of a loss
 
 
 @dataclass
 class Run:
-    """What one training run came to."""
+    """Results of one training run."""
 
     losses: list[float] = field(default_factory=list)
     milliseconds: list[float] = field(default_factory=list)

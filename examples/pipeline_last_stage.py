@@ -146,7 +146,8 @@ class LastStage(nn.Module):
 
 
 class MaterialisedLoss:
-    """What flce replaces: logits in memory, then cross entropy. Sums over the microbatch, divided by the whole batch's number of labels."""
+    """The loss that flce replaces: logits in memory, then cross entropy. Sums over the microbatch, divided by the whole batch's number of
+    labels."""
 
     def __init__(self, head: nn.Linear) -> None:
         self.head = head

@@ -37,7 +37,7 @@ import flce
 
 MIB = 1 << 20
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-TOLERANCES = {torch.bfloat16: 1e-2, torch.float16: 3e-3, torch.float32: 1e-4}  # of a loss, relative
+TOLERANCES = {torch.bfloat16: 1e-2, torch.float16: 3e-3, torch.float32: 1e-4}  # allowed relative difference of a loss
 # torch 2.13 has other names for these two, and warns of the old ones.
 all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -71,7 +71,7 @@ def scattered_sum(whole: Tensor) -> Tensor:
 
 
 class SumToParts(torch.autograd.Function):
-    """What all ranks have for all tokens, added up; each rank gets its tokens. Backward gathers."""
+    """Adds up all ranks' contributions for all tokens; each rank gets its tokens. Backward gathers."""
 
     @staticmethod
     def forward(ctx: Any, whole: Tensor) -> Tensor:
@@ -151,7 +151,7 @@ STEPS: dict[str, Callable[[Model, Tensor, Tensor, DeviceMesh], Tensor]] = {"loss
 
 
 class Step(NamedTuple):
-    """What one optimizer step came to; the slowest rank's time, the largest rise of memory."""
+    """Results of one optimizer step; the slowest rank's time, the largest rise of memory."""
 
     loss: float
     seconds: float
@@ -213,7 +213,7 @@ def report(config: Config, results: dict[str, list[Step]], device: torch.device)
 
 
 def worst_difference(results: dict[str, list[Step]]) -> float:
-    """Of the losses, relative."""
+    """The largest relative difference of the losses."""
     pairs = zip(*results.values(), strict=True)
     return max(abs(one.loss - other.loss) / max(abs(one.loss), 1e-6) for one, other in pairs)
 

@@ -1,6 +1,6 @@
 """torchtitan's training step with three losses: whole logits (CrossEntropyLoss), chunks of them (ChunkedLossWrapper, its default) and none
-(flce.torchtitan.FusedLoss). The same decoder, FSDP2 units, token counts and calls as its Trainer's, from the same weights; each run's
-losses, time and peak memory beyond what it holds between steps. It fails where the losses differ.
+(flce.torchtitan.FusedLoss). Decoder, FSDP2 units, token counts and calls are its Trainer's, from the same weights; each run's losses, time
+and peak memory beyond what it holds between steps. It fails where the losses differ.
 
     python examples/torchtitan_style.py --tiny                                     # on the CPU: seconds
     python examples/torchtitan_style.py                                            # a GPU: 4 layers, 2 x 4096 tokens, 4096 x 128256, bf16
@@ -34,13 +34,13 @@ import flce
 from flce.torchtitan import FusedLoss
 
 MIB = 1 << 20
-TOLERANCES = {torch.bfloat16: 2e-2, torch.float32: 1e-4}  # of a loss, relative
+TOLERANCES = {torch.bfloat16: 2e-2, torch.float32: 1e-4}  # allowed relative difference of a loss
 LOSSES: dict[str, Any] = {"CrossEntropyLoss": CrossEntropyLoss, "ChunkedLossWrapper": ChunkedLossWrapper, "FusedLoss": FusedLoss}
 
 
 @dataclass
 class Run:
-    """What one training run came to."""
+    """Results of one training run."""
 
     losses: list[float] = field(default_factory=list)
     milliseconds: list[float] = field(default_factory=list)

@@ -36,15 +36,15 @@ import flce
 MIB = 1 << 20
 GROUP = 4  # completions of a prompt
 PROMPT = "tell me a number"
-TOLERANCES = {torch.bfloat16: 2e-2, torch.float32: 1e-4}  # of a loss absolute, of a gradient's norm relative
+TOLERANCES = {torch.bfloat16: 2e-2, torch.float32: 1e-4}  # allowed difference: a loss's absolute, a gradient norm's relative
 
 
 @dataclass
 class Run:
-    """What one training run came to."""
+    """Results of one training run."""
 
     losses: list[float] = field(default_factory=list)
-    norms: list[float] = field(default_factory=list)  # of the gradients
+    norms: list[float] = field(default_factory=list)  # norms of the gradients
     milliseconds: list[float] = field(default_factory=list)
     peaks: list[int] = field(default_factory=list)  # bytes, of loss and backward beyond what was held before them
 
@@ -95,7 +95,7 @@ class WatchedTrainer(GRPOTrainer):  # type: ignore[misc]
 
 
 def tokenizer() -> Any:
-    """Of the prompt's words; completions are numbers already."""
+    """A tokenizer of the prompt's words; completions are numbers already."""
     words = {word: i for i, word in enumerate([*PROMPT.split(), "<pad>", "<eos>"])}
     made = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
     made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -134,7 +134,7 @@ def train(model: Any, arguments: argparse.Namespace, device: torch.device) -> Ru
             learning_rate=0.1,
             lr_scheduler_type="constant",
             optim="sgd",
-            max_grad_norm=1e9,  # which leaves gradients as they are, and has their norm logged
+            max_grad_norm=1e9,  # a norm that leaves gradients as they are, and has theirs logged
             logging_steps=1,
             report_to=[],
             save_strategy="no",
@@ -198,7 +198,7 @@ def policy(shape: str, device: torch.device, dtype: torch.dtype) -> Any:
 
 
 def main() -> int:
-    os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"  # of rollout_func
+    os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"  # no warning about rollout_func
     warnings.simplefilter("ignore")
     arguments = parsed()
     device = torch.device("cpu" if arguments.tiny else "cuda")

@@ -11,8 +11,8 @@ Records of a layer whose kernels are the same get the version that `flce info` o
 and the exit code is 1. Nothing is run on a device.
 
 --except KERNEL: this kernel may differ from the measured one, where all of a layer's candidates of a path (cuda_sm90a, ...) have one and
-the same. It takes as long under each of them, and which tiles are best does not hang on it; the times in the record are those with the
-former one.
+the same. It takes as long under each of them, and which tiles are best does not depend on it; the times in the record are those with the
+measured one.
 
 --only-compare compares the kernels of any records' plans and writes nothing. It shows that a change of names or folders has changed no
 kernel, also where the records are of a version that neither build has.
@@ -33,7 +33,7 @@ import sys
 import tempfile
 
 ARCHITECTURE = "h100"  # records of sm_90a devices differ in no kernel
-# What may differ: names, notes about the compiler's command, and what debuggers read.
+# Sections that may differ: names, notes about the compiler's command, and debuggers' input.
 NOT_COMPARED = {"", ".shstrtab", ".strtab", ".symtab", ".debug_frame", ".rel.debug_frame", ".rela.debug_frame", ".nv.callgraph"}
 NOT_COMPARED |= {".note.nv.tkinfo", ".note.nv.cuinfo"}
 # Constants have no memory that an instruction reads: they are part of the instructions.
@@ -78,7 +78,7 @@ def sections(cubin):
 
 
 def fingerprint(path, apart):
-    """Of a cubin's kernels: their names, a digest of what they are, and one of the kernel `apart`, where the cubin has it."""
+    """Names of a cubin's kernels, a digest of their code, and one of the kernel `apart`, where the cubin has it."""
     digest, of_apart = hashlib.sha256(), hashlib.sha256()
     kernels = []
     found = sorted(sections(path.read_bytes()), key=lambda section: section[0])
@@ -96,7 +96,7 @@ def fingerprint(path, apart):
 
 
 def number_of(kernel, found):
-    """Of the symbol that is a kernel's name."""
+    """Number of the symbol that is a kernel's name."""
     symbols, names = found[".symtab"], found[".strtab"]
     for number in range(len(symbols) // 24):
         name_at = struct.unpack_from("<I", symbols, 24 * number)[0]

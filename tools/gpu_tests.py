@@ -76,7 +76,7 @@ def passed_before(path):
 
 
 def key(binary, name):
-    """Of a case: binaries may have cases of one name."""
+    """Name of a case with its binary: binaries may have cases of one name."""
     return f"{binary.name}:{name}"
 
 
@@ -95,7 +95,7 @@ def chunks(cases, size):
 
 
 class Run:
-    """What is running, and what has come of it."""
+    """Processes that run, and their results."""
 
     def __init__(self, cases, args):
         self.end = time.monotonic() + args.seconds
@@ -141,7 +141,7 @@ class Run:
             print(f"{binary.name} ended with {code}: {' '.join(names)}", flush=True)
 
     def watch(self):
-        """Says how far it is, keeps what has come of it, and ends what runs too long."""
+        """Tells progress, saves results, and ends processes that run too long."""
         told = time.monotonic()
         while not self.late():
             time.sleep(0.2)

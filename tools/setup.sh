@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Makes the machine ready to build and test flce. Looks at what is there; says what it will install and how, then installs it; quick when
-# nothing is missing. Distribution packages come through apt-get (root, or sudo without a password); NVRTC and the CUDA headers, where no
-# toolkit has them, come as PyPI wheels into .tools/nvidia. With --python also what the Python package's tests need (torch and the rest,
-# unless tools/python.sh finds them): from PyPI into .tools/python; and into .tools/peers the packages of tools/peers.txt, whose signatures
-# a test reads. With --trainers also those of tools/trainers.txt, which tests run, into .tools/trainers. With --servers also the servers
-# that tests of remote caches start: redis and nginx unpacked into .tools/servers, where the system has none (a package that is installed
-# would run, and run after the next boot too), and moto's S3 from PyPI into .tools/moto; without them those tests are skipped. With --dist
-# also what a release tree is linked with (tools/portable_inputs.sh, into .tools/portable). Exit code 3 and a list of what to install by
-# hand where it cannot.
+# Makes the machine ready to build and test flce. Looks for installed packages; says which ones it will install and how, then installs them;
+# quick when nothing is missing. Distribution packages come through apt-get (root, or sudo without a password); NVRTC and the CUDA headers,
+# where no toolkit has them, come as PyPI wheels into .tools/nvidia. With --python also the packages that the Python package's tests need
+# (torch and the rest, unless tools/python.sh finds them): from PyPI into .tools/python; and into .tools/peers the packages of
+# tools/peers.txt, whose signatures a test reads. With --trainers also those of tools/trainers.txt, which tests run, into .tools/trainers.
+# With --servers also the servers that tests of remote caches start: redis and nginx unpacked into .tools/servers, where the system has none
+# (a package that is installed would run, and run after the next boot too), and moto's S3 from PyPI into .tools/moto; without them those
+# tests are skipped. With --dist also the libraries that a release tree is linked with (tools/portable_inputs.sh, into .tools/portable).
+# Exit code 3 and a list of packages to install by hand where it cannot.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 with_python=false with_trainers=false with_servers=false with_dist=false
@@ -136,7 +136,7 @@ has_cuda_headers || wheels+=("$runtime_wheel")
 
 # ── Python packages: reused where the interpreter of tools/python.sh has them.
 python_folder=.tools/python
-# What a release may change under the tests is fetched at the version that they were last run with.
+# Packages whose releases may change the tests are fetched at the version that the tests were last run with.
 all_python_packages=(torch==2.13.0 numpy pytest transformers==5.24.0 accelerate==1.15.0 peft==0.21.2 mypy==2.4.1 ruff==0.17.6
     scikit-build-core)
 # One line for each that is missing: `requirement` as pip reads it.

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Tries a release tree (tools/dist.sh): what it asks of a system, what it does to a program that uses it, and whether it runs on an old
-# system with glibc alone. Fails with the reason.
+# Tries a release tree (tools/dist.sh): its needs of a system, its effects on a program that uses it, and whether it runs on an old system
+# with glibc alone. Fails with the reason.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 tree=$(realpath "${1:?usage: test_release.sh TREE}")
-max_GLIBC=2.28 max_GLIBCXX=3.4.25 max_CXXABI=1.3.11 max_GCC=7.0.0 # those of tools/portable_inputs.sh
+max_GLIBC=2.28 max_GLIBCXX=3.4.25 max_CXXABI=1.3.11 max_GCC=7.0.0 # the limits of tools/portable_inputs.sh
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 fail() {

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# After the tests of several build trees: what was skipped and why, the slowest tests, which cases failed and what they printed, then the
+# Summary after the tests of several build trees: skipped tests with reasons, the slowest tests, failed cases with their output, then the
 # closing line of each tree's ctest.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -28,7 +28,7 @@ for tree in "$@"; do
     ! grep -qE '^[0-9]+% tests passed, 0 tests failed' "$tree/ctest.log" || continue
     cut -d: -f2- "$tree/Testing/Temporary/LastTestsFailed.log" | head -n 10 | while IFS= read -r name; do
         printf '%s: %s failed; the last %d lines of its output, or of each failed case of its:\n' "$tree" "$name" "$lines"
-        # Of Google Test's cases those that failed, and the one that a process died or was ended in; all of other tests.
+        # Google Test's failed cases, and the one that a process died or was ended in; all of other tests.
         awk -v command="\"$name\" start time:" -v over="\"$name\" end time:" -v most="$lines" '
             function print_end(  i) { for (i = count > most ? count - most : 0; i < count; i++) print "  " line[i] }
             index($0, over) == 1 { show = 0 }

@@ -32,7 +32,7 @@ compile_all() {
             if [[ -z $name ]]; then continue; fi
             nice "$flce" tune --compile-only --spec "$spec" --num-tokens "$n" --device "$device" >"$work/$name-$n.log" 2>&1 &
             pid=$!
-            wait "$pid" || true  # what does not compile says so when it is measured
+            wait "$pid" || true  # a plan that does not compile says so when it is measured
             touch "$work/$name-$n.compiled"
         done <<<"$models"
     done

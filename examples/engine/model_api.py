@@ -1,4 +1,4 @@
-"""What interfaces work on: a model, and how its data moves."""
+"""Objects that interfaces work on: a model, and how its data moves."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class Model:
 
 
 def split_minibatches(data: Mapping[str, Tensor], n_minibatches: int, min_sequences: int = 1) -> list[Data]:
-    """The batch as n_minibatches runs of whole sequences, of about as many tokens each, in the batch's order (every rank of a pipeline has
-    to cut alike, so nothing is shuffled here).
+    """Splits the batch into n_minibatches runs of whole sequences, of nearly equal numbers of tokens, in the batch's order (every rank of a
+    pipeline has to cut alike, so nothing is shuffled here).
 
     data: packed_input_ids [T], cu_seqlens [B + 1] and tensors of T or B rows; each minibatch has the same names. A tensor of another number
     of rows is refused, and so is one that could be either, where T is B (every sequence has one token).
-    min_sequences: what a minibatch has at the least: the engine's number of microbatches.
+    min_sequences: the least sequences of a minibatch: the engine's number of microbatches.
     """
     ends = data["cu_seqlens"].tolist()
     num_sequences, num_tokens = len(ends) - 1, ends[-1]

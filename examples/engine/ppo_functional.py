@@ -145,7 +145,7 @@ def get_packed_advantages_and_returns(
         values: [T] fp32: row t is the value of the sequence's tokens up to t.
         rewards: [T] fp32: row t is the reward of predicting token t + 1.
         seq_no_eos_mask: [B] bool, True where a sequence was cut before it ended: the value of its last row stands for what would follow.
-            Where it ended nothing follows, whatever the last row's value is.
+            Where it ended nothing follows, for any value of the last row.
 
     Returns: advantages and returns, [T] fp32, 0 in each sequence's last row.
     """
@@ -169,7 +169,7 @@ def get_packed_advantages_and_returns(
 def ppo_targets(
     data: dict[str, Tensor], loss_mask: Tensor, *, kl_ctl: float, max_reward_clip: float, discount: float, gae_lambda: float
 ) -> dict[str, Any]:
-    """What actor and critic are trained towards, of a batch of responses: kl_rewards, advantages, returns, old_logp and values, [T] fp32.
+    """Targets of actor and critic, from a batch of responses: kl_rewards, advantages, returns, old_logp and values, [T] fp32.
 
     data: packed_logprobs, packed_ref_logprobs and values [T]; rewards [B]; seq_no_eos_mask [B] bool; cu_seqlens [B + 1].
     """

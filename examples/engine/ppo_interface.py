@@ -85,7 +85,7 @@ def ppo_actor_loss_from_model_outputs(
 
 
 def count_tokens(packed_input_ids: Tensor, cu_seqlens: Tensor, ppo_loss_mask: Tensor, **_: Tensor) -> Tensor:
-    """What both losses are means over: the engine's token_count, for normalize="tokens"."""
+    """Number of tokens that both losses are means over: the engine's token_count, for normalize="tokens"."""
     return ppo_loss_mask.sum()
 
 
@@ -112,7 +112,7 @@ def ppo_critic_loss_from_model_outputs(
 
 @dataclass(kw_only=True)
 class _PPOInterface:
-    """What actor and critic share: both turn the same data into the same rewards.
+    """Base of actor and critic: both turn the same data into the same rewards.
 
     n_minibatches: optimizer steps of one train step. kl_ctl: coefficient of the KL penalty; with adaptive_kl_ctl the first one, which then
         follows the target (nats a sequence) over the horizon (sequences). discount, gae_lambda: of advantages. max_reward_clip: of scores.
@@ -138,7 +138,7 @@ class _PPOInterface:
         self.micro_batch_stats: list[dict[str, Any]] = []
 
     def _prepare(self, engine: PipelineEngine, data: Data) -> tuple[dict[str, Any], dict[str, float]]:
-        """What to train towards, with `ppo_loss_mask`; and statistics of the batch. The coefficient moves behind it."""
+        """Targets of training, with `ppo_loss_mask`; and statistics of the batch. The coefficient moves behind it."""
         cu_seqlens, prompt_mask = data["cu_seqlens"], data["prompt_mask"]
         mask = build_loss_mask(prompt_mask, cu_seqlens)
         targets = ppo_functional.ppo_targets(

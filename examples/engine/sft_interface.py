@@ -45,7 +45,7 @@ def compute_packed_sft_loss(
 
 
 def count_tokens(packed_input_ids: Tensor, cu_seqlens: Tensor, prompt_mask: Tensor | None = None) -> Tensor:
-    """What `compute_packed_sft_loss` is a mean over: the engine's token_count, for normalize="tokens"."""
+    """Number of tokens that `compute_packed_sft_loss` is a mean over: the engine's token_count, for normalize="tokens"."""
     if prompt_mask is None:
         prompt_mask = torch.zeros_like(packed_input_ids, dtype=torch.bool)
     return build_loss_mask(prompt_mask, cu_seqlens).sum()

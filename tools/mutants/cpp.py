@@ -5,8 +5,8 @@
     tools/mutants/cpp.py run BUILD [PART…]   the faults of these parts, or of all, against a build tree that is up to date
 
 A fault is an edit of a source file's copy. The copy is compiled by itself, with the flags that the tree's own compile commands have, into a
-library that is preloaded before a test binary: its functions stand in for those of libflce_internals. So neither the checkout nor the tree
-is touched, and a fault costs one compile and the tests named for it. An unchanged copy of each file is tried first.
+library that is preloaded before a test binary: its functions stand in for those of libflce_internals. The checkout and the tree stay
+untouched, and a fault costs one compile and the tests named for it. An unchanged copy of each file is tried first.
 
 Exit code 1: of a part fewer than nine of ten faults were found, one listed as changing nothing was found, an edit does not apply, or
 tests fail without a fault.
@@ -39,7 +39,7 @@ class Edit:
     part: str
     path: str
     test: str  # "PART:GTEST_FILTER", one or several
-    sources: list[str]  # what is compiled: the file itself, or those that include it
+    sources: list[str]  # files to compile: the file itself, or those that include it
     find: str
     replace: str
     equivalent: str  # why no test can find it; empty: one has to

@@ -78,7 +78,7 @@ class Fault:
 
 
 def replaced(node: ast.AST) -> Iterator[ast.AST | str]:
-    """What takes a node's place, each a fault."""
+    """Replacements of a node, each a fault."""
     match node:
         case ast.Compare(left, [op], [right]):
             yield ast.Compare(left, [COMPARISONS[type(op)]()], [right])
@@ -113,7 +113,7 @@ def replaced(node: ast.AST) -> Iterator[ast.AST | str]:
             yield ast.Return(ast.Constant(None))
 
 
-# What says rather than does: messages, types, documentation.
+# Code that says rather than does: messages, types, documentation.
 def passed_over(node: ast.AST) -> bool:
     match node:
         case ast.Raise() | ast.Assert() | ast.JoinedStr() | ast.Import() | ast.ImportFrom():
@@ -168,7 +168,7 @@ class Module:
     path: str
     tests: list[str]
     most: int
-    left_out: list[str]  # what the name of a fault has in it that is not tried
+    left_out: list[str]  # parts of names of faults that are not tried
     equivalent: dict[str, str]  # names of faults that change nothing, and why
 
     @cached_property
@@ -176,7 +176,7 @@ class Module:
         return (ROOT / self.path).read_text()
 
     def sample(self) -> list[Fault]:
-        """The same ones while the code about them is the same."""
+        """Draws faults, the same ones while the code about them is the same."""
         faults = [fault for fault in faults_of(self.text) if not any(word in fault.name() for word in self.left_out)]
         by_chance = sorted(faults, key=lambda fault: hashlib.sha256(fault.name().encode()).digest())
         return sorted(by_chance[: self.most], key=lambda fault: fault.begin)
@@ -217,7 +217,7 @@ class Copy:
             child = os.fork()
             if child == 0:
                 status = 1
-                try:  # whatever happens, this process goes no further
+                try:  # after any outcome, this process goes no further
                     status = self._test(module)
                 finally:
                     os._exit(status)
@@ -280,7 +280,7 @@ def run(parts: list[str]) -> int:
             copies.put(copy)
 
     wrong = False
-    scores: dict[str, list[int]] = {}  # of each part: found, of how many, how many change nothing
+    scores: dict[str, list[int]] = {}  # for each part: found, out of how many, how many change nothing
     with ThreadPoolExecutor(jobs) as pool:
         for module in modules(parts):
             start = time.monotonic()
