@@ -87,7 +87,7 @@ for library in "${glibc_libraries[@]}" "$system"/{ld-linux-x86-64.so.2,libgcc_s.
 done
 cp "$developer"/{Scrt1.o,crt1.o,crti.o,crtn.o,libc_nonshared.a} "$work/link/"
 echo 'GROUP(libc.so.6 libc_nonshared.a AS_NEEDED(ld-linux-x86-64.so.2))' >"$work/link/libc.so"
-# What a newer compiler's code asks of its C++ runtime beyond the limit comes out of that compiler's archive, and is seen by nobody else.
+# Symbols of the C++ runtime beyond the limit, which a newer compiler's code asks for, come from that compiler's archive and stay hidden.
 echo 'INPUT(libstdc++.so.6 libstdc++.a)' >"$work/link/libstdc++.so"
 ln -s libm.so.6 "$work/link/libm.so"
 ln -s libpthread.so.0 "$work/link/libpthread.so"
