@@ -48,7 +48,7 @@ def run(
         if hasattr(weight, "ds_status"):
             _zero3.refuse_ungathered("weight", weight)
         number = None if isinstance(temperature, Tensor) else temperature
-        # With their types: 1, 1.0 and True are equal, and not all of them are taken for every argument.
+        # Types belong to the key: 1, 1.0 and True are equal, and not all of them are taken for every argument.
         known = (options, number, type(number), *map(type, options))
         alone = bias is None and class_weight is None and num_valid_tokens is None and token_weight is None and grad_weight_out is None
         alone = alone and number is temperature and teacher is None
@@ -177,7 +177,7 @@ class _Passed:
     def __init__(self, checked: _arguments.Checked, temperature: float | None) -> None:
         self.checked = checked
         self.temperature = temperature  # one for all tokens
-        self.kernel: _kernels.LoadedKernel | None = None  # once it is looked up, of calls that are remembered
+        self.kernel: _kernels.LoadedKernel | None = None  # the looked-up kernel of a call that is remembered
         self.direct: DirectCall | None = None
 
     def call_directly(self, known: tuple[Any, ...], hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor | None:
@@ -194,7 +194,7 @@ class _Passed:
 
 
 _passed: dict[tuple[Any, ...], _Passed] = {}
-_latest: dict[tuple[Any, ...], DirectCall] = {}  # by what a call is known by, as the next one
+_latest: dict[tuple[Any, ...], DirectCall] = {}  # by a call's key, as _settled
 _settled: dict[tuple[Any, ...], tuple[_arguments.Checked, float | None]] = {}  # options, and the temperature that is one for all tokens
 _MOST_REMEMBERED = 1024
 

@@ -85,7 +85,7 @@ def chunked_linear_cross_entropy(
         hidden = hidden.to(torch.get_autocast_dtype(device_type))
     # A label out of range counts as ignored, by the kernels' rule.
     target = torch.where((target >= 0) & (target < weight.shape[0]), target, ignore_index)
-    if isinstance(temperature, Tensor):  # and a temperature that none can be divided by
+    if isinstance(temperature, Tensor):  # a temperature that none can be divided by counts as ignored, too
         temperature = temperature.reshape(-1)
         right = (temperature >= LEAST_TEMPERATURE) & (temperature <= MOST_TEMPERATURE)
         target, temperature = torch.where(right, target, ignore_index), torch.where(right, temperature, 1.0)

@@ -261,7 +261,7 @@ _apply: Callable[..., Tensor] = super(torch.autograd.Function, LinearCrossEntrop
 
 
 def _backward_of_any_form(ctx: Any, grad_values: Tensor, saved: Tensor, hidden: Tensor, weight: Tensor, target: Tensor) -> Any:
-    """For gradients that are to be differentiated, and for tensors in another form."""
+    """Runs backward for gradients that are to be differentiated, and for tensors in another form."""
     call: DirectCall
     call, _, filled = ctx.call
     given = call.inputs(hidden, weight, target)

@@ -20,7 +20,8 @@ _will_run: Any = getattr(torch._C, "_will_engine_execute_node", None)
 # The node that this thread's engine is running.
 _running_node: Any = getattr(torch._C, "_current_autograd_node", None)
 
-# Who sees an operator before its kernel: dispatch modes, torch.jit.trace, transforms of torch.func. None: this torch does not say.
+# Probes for observers of an operator before its kernel: dispatch modes, torch.jit.trace, transforms of torch.func. None: this torch does
+# not say.
 dispatch_modes: Any = getattr(torch._C, "_len_torch_dispatch_stack", None)
 tracing_state: Any = getattr(torch._C, "_get_tracing_state", lambda: None)
 transforms: Any = getattr(getattr(torch._C, "_functorch", None), "peek_interpreter_stack", None)

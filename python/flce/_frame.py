@@ -44,7 +44,7 @@ class Outputs(NamedTuple):
     top1: bool
     saved: tuple[str, ...]  # names of backward's inputs from forward, [N] fp32 each, in the order in which they lie in one tensor
     teacher_top_k: int = 0  # K; behind them in that tensor then lie teacher_logprobs, [N, K]
-    class_weight_total: bool = False  # behind all of them lies one number more, which a shard's backward reads
+    class_weight_total: bool = False  # one number more lies behind all of them, which a shard's backward reads
 
     def shape(self, token_shape: Sequence[int], num_tokens: int, reduction: int) -> Sequence[int]:
         """Shape of the one tensor of all values: a lone value has its own shape, several lie flat, see `split_values`."""
@@ -102,7 +102,7 @@ class Inputs(NamedTuple):
     options: str  # the part of a Spec's canonical text beside sizes and dtypes: "softcap=30,outputs=loss+lse"
     ignore_index: int
     reduction: int
-    workspace_limit_bytes: int  # on everything beyond inputs and gradients; 0: the default
+    workspace_limit_bytes: int  # bytes for everything beyond inputs and gradients; 0: the default
     retain: int = _retain.NEVER  # room for forward to leave work to backward, and whether backward will come: see _retain
     temperature: Tensor | None = None  # [N] fp32
     token_weight: Tensor | None = None  # [N] fp32
@@ -119,7 +119,7 @@ class Inputs(NamedTuple):
 
     @staticmethod
     def of(tensors: Sequence[Any], rest: Sequence[Any]) -> Inputs:
-        """From what `tensors` and `rest` gave."""
+        """Puts together an Inputs from `tensors` and `rest`."""
         return Inputs(*tensors[:6], *rest[:5], *tensors[6:10], rest[5])  # type: ignore[call-arg]  # mypy counts lists without an end
 
     def outputs(self) -> Outputs:
@@ -144,7 +144,7 @@ class KernelKey(NamedTuple):
     token_weight: bool
     options: str
     workspace_limit_bytes: int  # 0: the default
-    num_tokens: int  # with a limit the call's, else its token bucket (`planned_tokens`)
+    num_tokens: int  # the call's number with a limit, else its token bucket (`planned_tokens`)
     # The next two are a shard's; vocab_size is then the most classes that a rank has.
     whole_vocab_size: int = 0  # 0: the weight is whole
     padded_vocab_size: int = 0  # the most rows that a rank has

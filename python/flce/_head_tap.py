@@ -25,7 +25,7 @@ from flce.loss import say_once
 
 # Arguments that a causal LM's forward takes for its own logits and loss.
 _LOSS_ARGUMENTS = ("num_items_in_batch", "shift_labels", "return_dict")
-# By how much loss functions of transformers shift labels.
+# Places by which loss functions of transformers shift labels.
 _SHIFTS = {"ForCausalLMLoss": 1, "ForMaskedLMLoss": 0}
 # Numbers of a config, or of a model, that its forward changes logits by, read at each call.
 _LOGIT_NUMBERS = (
@@ -72,18 +72,18 @@ class HeadTap:
     def __init__(self, model: Any) -> None:
         self.own_loss: Any = getattr(model, "loss_function", None)
         self.calls_loss_function = calls_loss_function(model)
-        # By how much the model's own loss shifts labels; None where its name does not say so.
+        # Places by which the model's own loss shifts labels; None where its name does not say so.
         named = self.calls_loss_function and not has_encoder(model)
         self.shift: int | None = _SHIFTS.get(_name_of_loss(self.own_loss)) if named else None
         self.loss_type = getattr(model, "loss_type", None)  # the name by which transformers finds own_loss
         self.head: Any = None
         self.numbers: Any = None  # _LOGIT_NUMBERS, as they were compared
-        self.beside: Any = None  # and what else may change logits
+        self.beside: Any = None  # other objects that may change logits
         self.kinds: tuple[Any, ...] = ()  # kinds of calls for which a loss knows the fate of the output layer's logits
         self.kind: Any = None  # kind of the last call
         self.recording: Recording | None = None  # recording of a call whose kind is not known
-        self.arguments: dict[str, Any] = {}  # and what it was called with
-        self.replayed: bool | None = None  # in a replay: whether the loss function gives its loss, or 0
+        self.arguments: dict[str, Any] = {}  # arguments of that call
+        self.replayed: bool | None = None  # whether the loss function gives its loss in a replay, or 0; None outside of a replay
         self.active = False
         self.patch: Any = None  # the forward that flce.patch sets; None: it stops at the hidden states
         self.fused: Any = None  # from hidden states to the loss, computed in the output layer's forward, where its weight is gathered
@@ -299,7 +299,7 @@ def _unwrapped_model_forward(model: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _replicate_for_data_parallel(model: Any) -> Any:
-    """In place of nn.Module's. A pickled model finds that one again, by this name."""
+    """Replaces nn.Module's method, which a pickled model finds again by this name."""
     raise errors.ArgumentError(
         f"nn.DataParallel copies {type(model).__name__} for each GPU of one process, and its copies would call this model's own forward. "
         "Start a process for each GPU (torchrun or accelerate launch), or show this one a single GPU (CUDA_VISIBLE_DEVICES=0)"

@@ -16,7 +16,7 @@ from flce._targets import refuse_quantised
 
 # The largest logit of a row whose head is compared with its own forward: large enough that a cap shows at any scale of the weight.
 LARGE_LOGIT = 1000.0
-# By how much of a row's largest logit two products of the same numbers may differ: fp32 (products in TF32 included), 16 bits.
+# Share of a row's largest logit by which two products of the same numbers may differ: fp32 (products in TF32 included), 16 bits.
 TOLERANCES = {torch.float32: 2e-3, torch.float64: 1e-6}
 TOLERANCE_16 = 3e-2
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)

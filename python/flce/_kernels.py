@@ -314,8 +314,8 @@ class LoadedKernel(Kernel):
 
 _lock = threading.Lock()
 _sessions: dict[tuple[torch.device, bool | None], ctypes.c_void_p] = {}  # by device, and strict
-_kernels: dict[tuple[Any, ...], LoadedKernel] = {}  # by key without a limit, plan, and what else it was made of
-_found: dict[tuple[Any, ...], LoadedKernel] = {}  # by the fields of a KernelKey, and the same
+_kernels: dict[tuple[Any, ...], LoadedKernel] = {}  # by key without a limit, plan, and other arguments
+_found: dict[tuple[Any, ...], LoadedKernel] = {}  # by the fields of a KernelKey, plan, and other arguments
 _strict: bool | None = None  # for lookups that do not say; None: FLCE_STRICT decides
 _MOST_FOUND = 4096  # limits with numbers of tokens
 _alive: dict[tuple[torch.device, int, int], _retain.Alive] = {}
@@ -410,7 +410,7 @@ def find(
 
 
 def statistics() -> dict[str, Any]:
-    """Over all sessions: artifacts compiled, and what each tier did."""
+    """Counts of all sessions: artifacts compiled, and each tier's hits, misses, faults and stored entries."""
     with _lock:
         sessions = list(_sessions.values())
     tiers = {name: dict.fromkeys(("hits", "misses", "faults", "stored"), 0) for name in _native.TIERS}

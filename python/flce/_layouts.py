@@ -56,7 +56,7 @@ class _Agreed:
 
 
 _lock = threading.Lock()
-# By group: one that is destroyed goes, and what its ranks agreed on.
+# Agreements by group: a group that is destroyed takes its own along.
 _known: weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], _Agreed]] = weakref.WeakKeyDictionary()
 
 

@@ -204,7 +204,7 @@ def library_path() -> Path | None:
 
 
 def _check_abi(lib: ctypes.CDLL, name: str) -> None:
-    """Before any other function is looked for: an older library may lack some."""
+    """Checks the version before any other function is looked for: an older library may lack some."""
     try:
         asked = lib.flce_abi_version
     except AttributeError as error:

@@ -178,7 +178,7 @@ def _refusal(question: Question, losses: list[_Loss]) -> errors.ArgumentError:
 
 
 def _factor(pairs: list[tuple[float, float]]) -> float | None:
-    """By which all first numbers are larger than the second ones, if it is one number."""
+    """The factor by which all first numbers are larger than the second ones; None where it is not one number."""
     ratios = [own / mine for own, mine in pairs if abs(mine) > 1e-6]
     return ratios[0] if ratios and all(abs(ratio - ratios[0]) <= _TOLERANCE * abs(ratios[0]) for ratio in ratios) else None
 

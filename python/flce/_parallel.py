@@ -42,7 +42,7 @@ class Parallel(NamedTuple):
     vocab_start: int  # label of the first row of this rank's weight; -1: the rows of lower ranks added up
     vocab_size: int  # classes of all ranks; -1: all of their rows
     all_rows: int  # rows of all ranks' weights, as a DTensor says it; -1: not known
-    reduce_dtype: str  # in which grad_hidden is added up; "": hidden's
+    reduce_dtype: str  # dtype in which grad_hidden is added up; "": hidden's
     reduce_grad_hidden: bool  # grad_hidden is added up; else this rank's part
     group: str  # name
 
@@ -58,13 +58,13 @@ def parallel_of(text: str) -> Parallel:
 
 
 def sequence_ranks(text: str) -> int:
-    """By what number a call's hidden has fewer rows than its target."""
+    """The factor by which a call's target has more rows than its hidden: the number of ranks with sequence parallel, else 1."""
     parallel = parallel_of(text)
     return parallel.ranks if parallel.sequence else 1
 
 
 def reduce_dtype(parallel: Parallel, hidden: torch.dtype) -> torch.dtype:
-    """In which this rank's part of hidden's gradient is made and added up: hidden's or fp32."""
+    """Dtype in which this rank's part of hidden's gradient is made and added up: hidden's or fp32."""
     return _BY_NAME[parallel.reduce_dtype] or hidden
 
 

@@ -53,7 +53,7 @@ class _Patch:
         return self._fused(model, labels, kwargs, trains=trains)
 
     def _compare(self, tap: Any, hidden: Tensor, kwargs: dict[str, Any], ignored: int | None) -> None:
-        """Before the step's loss is computed: with the model's own, on what its modules gave in this step."""
+        """Compares loss and logits with the model's own, on its modules' results in this step, before the step's loss is computed."""
         made = self.loss.compare_loss(kwargs, tap.probe_own, hidden.shape[:-1], aligned=kwargs.get("shift_labels"), ignore_index=ignored)
         few = made.shape[0] // 2
         own = made.reshape(2, few, -1).transpose(0, 1)

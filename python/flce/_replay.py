@@ -26,7 +26,7 @@ class Recording:
         self.model, self.head = model, head
         self.calls: list[tuple[nn.Module, Any, Any, Any]] = []
         self._depth = 0
-        self._left: list[tuple[nn.Module, Any, Any, Any]] | None = None  # while it replays
+        self._left: list[tuple[nn.Module, Any, Any, Any]] | None = None  # calls still to come in a replay
         self._logits: SharedRows | None = None
         self._instead: list[tuple[Any, Any]] = []
         self._labels: Any = None
@@ -34,7 +34,7 @@ class Recording:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """While it runs, calls of modules are recorded, or answered in a replay."""
+        """Records calls of modules while it runs, or answers them in a replay."""
         inside = {id(module) for module in self.head.modules()} - {id(self.head)}
         holders = {id(module) for module in self.model.modules() if any(each is self.head for each in module.modules())}
         changed = []

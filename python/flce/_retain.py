@@ -227,7 +227,7 @@ def _addresses(given: Inputs) -> tuple[int, int, int, int]:
 
 
 def prepare(kernel: LoadedKernel, given: Inputs, choices: Choices) -> tuple[Retained | None, Tensor | None]:
-    """For one forward: what has to be attached to its statistics, and the memory that it is to fill, either None."""
+    """Prepares one forward: the object to attach to its statistics, and the memory that it is to fill, either None."""
     limit = given.workspace_limit_bytes
     shared = budget.of_number(given.retain >> _BUDGET, limit)
     if shared is None and has_budget(given.retain):
@@ -262,7 +262,7 @@ def _of_budget(retained: Retained, shared: MemoryBudget, kernel: LoadedKernel, c
 
 
 def attach(retained: Retained, saved: Tensor) -> None:
-    """At the end of the forward that filled it."""
+    """Attaches `retained` at the end of the forward that filled it."""
     retained.attached = True
     setattr(saved, _ATTRIBUTE, retained)
 

@@ -24,7 +24,7 @@ _OF_MERGE = ("target", "all_partial_sums", "lse", "invalid_label")
 
 
 class ShardFrame(Frame):
-    """Also the struct of merge, which has the outputs that forward has elsewhere."""
+    """A Frame with the struct of merge, too, which has the outputs that a whole layer's forward has."""
 
     def __init__(self, kernel: ShardKernel) -> None:
         self.merge: Any = _native.call_arguments().merge()
@@ -184,7 +184,7 @@ class ShardKernel(_kernels.LoadedKernel):
         return _native.reads_hidden_late(self._handle, num_tokens, _native.RETAINED_OWN, size, self.shard.classes)
 
     def _gathered(self, group: Any, given: Inputs) -> Inputs:
-        """With sequence parallel: the call with all ranks' hidden states."""
+        """Gathers all ranks' hidden states of a call with sequence parallel."""
         if not self.parallel.sequence:
             return given
         return given._replace(hidden=_parallel.gathered(group, given.hidden, self.parallel.ranks))

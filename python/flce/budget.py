@@ -44,10 +44,10 @@ class MemoryBudget:
         if not isinstance(limit_bytes, int) or isinstance(limit_bytes, bool) or not 0 < limit_bytes < _MOST_BYTES:
             raise errors.ArgumentError(f"limit_bytes is {limit_bytes!r}; it must be a positive number of bytes, below 2^63")
         self.limit_bytes = limit_bytes
-        self.number = next(_numbers)  # by which operators know it
+        self.number = next(_numbers)  # operators know the budget by this number
         self._workspace_bytes = 0  # scratch of the call that took the most
-        # By the id of what holds them, in order of age. An entry is taken away without the lock: the garbage collector may end a loss's
-        # life on a thread that has it.
+        # Holders by id, in order of age. An entry is taken away without the lock: the garbage collector may end a loss's life on a thread
+        # that has it.
         self._held: dict[int, tuple[weakref.ref[Retained], int]] = {}
         self._lock = threading.Lock()
         _budgets[self.number] = self
@@ -59,8 +59,8 @@ class MemoryBudget:
 
     @contextmanager
     def room(self, workspace_bytes: int) -> Iterator[int]:
-        """For a forward that takes that much scratch: the limit on it and on what the forward retains, which is to be told to `hold` before
-        the end."""
+        """Yields, for a forward that takes that much scratch, the limit on scratch and retained bytes together. The forward tells `hold`
+        what it retains before the end."""
         with self._lock:
             if workspace_bytes > self._workspace_bytes:
                 self._workspace_bytes = workspace_bytes

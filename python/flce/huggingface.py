@@ -26,7 +26,7 @@ _BY_HAND = (
     "softcap), or keep the model's own loss"
 )
 _SCALES = ("logit_scale", "lm_head_multiplier", "output_multiplier", "logits_scaling")
-_IGNORED = -100  # by the loss functions of transformers, where a call does not say
+_IGNORED = -100  # label that transformers' loss functions ignore, where a call does not say
 
 
 def causal_lm_of(model: Any) -> Any:
@@ -191,8 +191,8 @@ class CausalLMLoss:
         *,
         trains: bool = True,
     ) -> Tensor:
-        """Without what the model adds for routers. `shift_labels`: labels that are shifted already, which then count. `ignore_index`: this
-        call's. `trains`: False leaves out the options that the model's own loss does not have."""
+        """The loss without a model's additions for routers. `shift_labels`: labels that are shifted already, which then count.
+        `ignore_index`: this call's. `trains`: False leaves out the options that the model's own loss does not have."""
         if isinstance(count, Tensor):
             count = count.to(hidden.device)
         loss_fn = self.loss if trains else self.loss.without_training_options().with_ignore_index(_IGNORED)
@@ -396,7 +396,7 @@ def _on(device: torch.device, labels: Any) -> Tensor:
 
 @torch.no_grad()
 def _own_shift(model: Any) -> int:
-    """By how much the model's own loss shifts labels; found by running it on a few tokens where the name of its loss function does not
+    """Places by which the model's own loss shifts labels; found by running it on a few tokens where the name of its loss function does not
     say."""
     shift = (_head_tap.of(model) or _head_tap.HeadTap(model)).shift
     if shift is not None:

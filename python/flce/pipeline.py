@@ -118,7 +118,7 @@ def _gradient_of(weight: Tensor) -> Tensor:
 
 
 def _check_still_grad(weight: Tensor, grad: Tensor | None) -> None:
-    """Before backward adds to `grad`."""
+    """Checks weight.grad before backward adds to `grad`."""
     if weight.grad is not grad:
         raise errors.ArgumentError(
             "weight.grad is not the tensor that it was in forward, so what accumulate_into_grad=True adds to that one would be lost: call "

@@ -115,7 +115,7 @@ class FusedLoss(ChunkedLossWrapper):
         return made, {}
 
     def _evaluated(self, head: Any, hidden: Tensor, labels: Tensor, count: Any) -> Tensor:
-        """Without FSDP2's hooks, which await a backward that does not come."""
+        """Evaluates without FSDP2's hooks, which await a backward that does not come."""
         sharded = isinstance(head, FSDPModule)
         if sharded:
             head.unshard()

@@ -66,7 +66,7 @@ def reason_of(error: BaseException) -> str:
 
 
 def _settle(problem: Problem, name: str) -> None:
-    """After something failed: gives its memory back. A device that no longer answers ends the run, since nothing else can be measured."""
+    """Gives memory back after a failure. A device that no longer answers ends the run, since nothing else can be measured."""
     if not problem.on_gpu:
         return
     try:

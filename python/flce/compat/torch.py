@@ -132,7 +132,8 @@ def _is_plain_autograd() -> bool:
 
 
 def _labels_are_classes(target: Tensor, num_classes: int, ignored: int) -> bool:
-    """On a CPU torch names a label that is no class. A GPU is not waited for: there such a row counts as ignored (`flce.check_labels`)."""
+    """Whether all labels are classes or ignored, asked on a CPU alone, where torch names a wrong label. A GPU is not waited for: there a
+    wrong label counts as ignored (`flce.check_labels`)."""
     if target.device.type != "cpu" or torch.compiler.is_compiling():
         return True
     return not bool((((target < 0) | (target >= num_classes)) & (target != ignored)).any())

@@ -158,7 +158,7 @@ def _is_of_colwise(hook: Any) -> bool:
 
 
 def _weight_of(projection: Any) -> Any:
-    """None where the layer has none of its own."""
+    """Weight of the layer; None where it has none of its own."""
     return projection.tied_module.weight if _is_tied(projection) else _heads.weight_of(projection)
 
 

@@ -18,7 +18,7 @@ from flce import errors
 from flce.engine._transport import on_device
 
 _made: dict[str, int] = {}
-_GRACE_SECONDS = 3.0  # in which a rank that failed has said so
+_GRACE_SECONDS = 3.0  # time within which a rank that failed has said so
 _LINGER_SECONDS = 10.0
 _GONE = "gone or does not answer"
 
@@ -182,7 +182,7 @@ class Agreement:
             raise Agreed(problem)
 
     def _tied_difference(self, table: list[list[int]], call: Call | None) -> errors.PipelineError | None:
-        """Between the copies of a tied weight, which the first and the last stage have."""
+        """Compares the copies of a tied weight, which the first and the last stage have."""
         first, last = (
             next((row[begin : begin + _TIED] for row in table if row[begin]), [0] * _TIED)
             for begin in (len(table[0]) - 2 * _TIED, len(table[0]) - _TIED)
@@ -207,7 +207,7 @@ class Agreement:
     def _copies_difference(
         self, table: list[list[int]], call: Call | None, copies: dist.ProcessGroup, key: str, problem: Exception | None
     ) -> Exception | None:
-        """Between data-parallel ranks. One that has a problem is a problem of all."""
+        """Compares data-parallel ranks. A problem of one is a problem of all."""
         own = self.stages[self.rank][0]
         stepped = digest(repr([row[len(WHAT) : len(WHAT) + 2] for row in table]))
         found = torch.tensor([int(problem is None), stepped, -stepped], device=self.device)
@@ -245,7 +245,7 @@ class Agreement:
         return None
 
     def tell(self, stage: int, message: str, key: str = "failed") -> None:
-        """Other ranks find this where their own waits end. The first one told stays."""
+        """Tells other ranks, which find the message where their own waits end. The first message stays."""
         if self._store is None:
             return
         try:

@@ -11,9 +11,9 @@ from flce import errors
 
 
 class KVCache:
-    """For every layer of a stage, keys and values [B, H, L, d] of B sequences with room for L tokens each, H heads of keys. `lengths[b]`
-    tokens of sequence b are there already; a pass over a `PackedBatch` of the same B sequences writes behind them, and `advance` counts
-    what it wrote."""
+    """Keys and values [B, H, L, d] for every layer of a stage, of B sequences with room for L tokens each, H heads of keys. `lengths[b]`
+    tokens of sequence b are there already; a pass over a `PackedBatch` of the same B sequences writes behind them, and `advance` counts the
+    written tokens."""
 
     def __init__(
         self, num_layers: int, num_sequences: int, max_length: int, num_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device

@@ -113,7 +113,7 @@ def shared_folder(groups: Sequence[Group], target: str | os.PathLike[str], *, ov
 
 
 def _wait_for(folder: Path, token: str, seconds: float = 30.0) -> None:
-    """Until this rank sees the folder that the first one has made; a network's file system may take a moment."""
+    """Waits until this rank sees the folder that the first one has made; a network's file system may take a moment."""
     until = time.monotonic() + seconds
     while True:
         try:

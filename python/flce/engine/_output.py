@@ -59,7 +59,7 @@ class HeadOutput:
         self.logit_scale = logit_scale
         self.softcap = softcap
         self.cu_seqlens = cu_seqlens
-        self.shifts: set[int] = set()  #: with which labels were scored
+        self.shifts: set[int] = set()  #: shifts with which labels were scored
         self.mean_over: str | None = None  #: the weights that a loss was a mean over, in place of tokens
         self._options = dict(options or {})
         self._materialised: Tensor | None = None

@@ -139,8 +139,9 @@ class PipelineEngine:
         return self.train(False)
 
     def set_version_steps(self, version_steps: int) -> None:
-        """From now on the learning-rate scheduler is stepped as lr_scheduler.step(version_steps) after a batch: in reinforcement learning
-        one version of a policy takes several optimizer steps. ArgumentError where the scheduler's step takes no such argument."""
+        """Sets the number for the learning-rate scheduler, which is stepped as lr_scheduler.step(version_steps) after a batch from now on:
+        in reinforcement learning one version of a policy takes several optimizer steps. ArgumentError where the scheduler's step takes no
+        such argument."""
         _step.check_scheduler(self.lr_scheduler, _setup.count("version_steps", version_steps, None, least=0))
         self.version_steps = version_steps
 
@@ -303,7 +304,8 @@ class PipelineEngine:
 
     @contextmanager
     def _watching(self) -> Iterator[None]:
-        """Round all that ranks do together: what they agreed on is raised as it is; anything else ends the engine, and others are told."""
+        """Wraps everything that ranks do together: an agreed error is raised as it is; anything else ends the engine, and others are
+        told."""
         self.check_usable()
         self._failure = None
         try:
@@ -325,7 +327,7 @@ class PipelineEngine:
 
     @contextmanager
     def _own(self) -> Iterator[None]:
-        """Round what this rank computes by itself outside of its stages' passes."""
+        """Wraps this rank's own computing outside of its stages' passes."""
         try:
             yield
         except BaseException as error:

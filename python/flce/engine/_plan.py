@@ -35,7 +35,7 @@ GPT2_NAMES = Names(
     "transformer.wte.weight",
     "lm_head.weight",
 )
-#: by the config's model_type
+#: names by the config's model_type
 NAMES = {
     "llama": LLAMA_NAMES,
     "mistral": LLAMA_NAMES,

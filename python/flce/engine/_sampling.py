@@ -233,7 +233,7 @@ def filtered(logits: Tensor, config: GenerationConfig, ends: Sequence[int], posi
         logits = logits.masked_fill(logits < least, -torch.inf)
     if config.top_p < 1.0:
         ordered, order = logits.sort(dim=1, descending=True, stable=True)
-        # In whole numbers, whose sums are the same on every device: of a GPU's floating-point cumsum that cannot be said.
+        # Whole numbers, whose sums are the same on every device: a GPU's floating-point cumsum promises no such thing.
         mass = (ordered.softmax(dim=1).double() * 2.0**40).round().long()
         reached = mass.cumsum(dim=1)
         dropped = (reached - mass).double() >= config.top_p * reached[:, -1:].double()

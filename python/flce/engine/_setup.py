@@ -255,7 +255,7 @@ def _options_of(optimizer: Any, group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tied_of(engine: PipelineEngine) -> dict[int, tuple[Any, ...]]:
-    """By stage: the tied weight's shape, dtype, what it is stepped with, and its bits."""
+    """Facts of tied weights by stage: shape, dtype, settings of the step, and a checksum of the bits."""
     stepping = stepping_of(engine, True)
     return {
         stage: (tuple(weight.shape), str(weight.dtype), stepping.tied[stage], int(checksum(weight)))

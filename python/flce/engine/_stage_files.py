@@ -129,7 +129,7 @@ def _check_tied(checkpoint: Checkpoint, names: dict[str, str], stage: Stage) -> 
 
 
 def _family(checkpoint: Checkpoint) -> Family | None:
-    """None for a model of the user's own, whose names are the module's as they are."""
+    """Names of the checkpoint's model; None for a user's own model, whose names are the module's as they are."""
     config = checkpoint.folder / "config.json"
     try:
         return family_of(checkpoint) if config.is_file() else None

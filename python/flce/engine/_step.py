@@ -1,4 +1,4 @@
-"""From a batch's gradients to the optimizer's step."""
+"""The optimizer's step, from a batch's gradients on."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def _rescale(engine: PipelineEngine, counts: Counts, follows: bool) -> None:
 
 
 def finish(engine: PipelineEngine, losses: Losses) -> None:
-    """Behind the last backward: reductions, and the steps of optimizer and scheduler, or none where a loss is not finite."""
+    """Ends a batch behind the last backward: reductions, and the steps of optimizer and scheduler, or none where a loss is not finite."""
     problem, follows = _nonfinite_loss(engine, losses)
     if losses.counts is not None:
         _rescale(engine, losses.counts, follows)

@@ -182,7 +182,7 @@ def file_of(engine: Trained) -> str:
 
 
 def parameters_of(engine: Trained) -> dict[str, nn.Parameter]:
-    """By stage and name: "0:model.layers.0.mlp.up_proj.weight"."""
+    """Parameters by stage and name: "0:model.layers.0.mlp.up_proj.weight"."""
     return {f"{stage.stage}:{name}": parameter for stage in engine.stages for name, parameter in stage.named_parameters()}
 
 
@@ -208,7 +208,7 @@ def content_of(engine: Trained, step: int, extra: Any) -> dict[str, Any]:
 
 
 def _own(tensor: Tensor) -> Tensor:
-    """Without the rest of a larger storage, which torch.save would write as well."""
+    """The tensor without the rest of a larger storage, which torch.save would write as well."""
     tensor = tensor.detach()
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
@@ -376,7 +376,7 @@ def _apply(engine: Trained, content: dict[str, Any]) -> None:
 
 
 def _apply_optimizer(engine: Trained, saved: dict[str, Any]) -> None:
-    """By name: the order of parameters in a group may be another."""
+    """Applies the saved state by name: the order of parameters in a group may be another."""
     parameters = parameters_of(engine)
     names = {id(parameter): name for name, parameter in parameters.items()}
     optimizer = engine.optimizer

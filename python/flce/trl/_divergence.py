@@ -1,6 +1,6 @@
-"""In the place of AsyncDistillationTrainer's `_chunked_jsd_loss`: a divergence from a teacher that is known by its likeliest tokens.
+"""Replaces AsyncDistillationTrainer's `_chunked_jsd_loss`: a divergence from a teacher that is known by its likeliest tokens.
 
-Such a divergence is a function of the student's log-probabilities at those tokens. Its gradient for them is small, [N, K]; what reaches
+Such a divergence is a function of the student's log-probabilities at those tokens. Its gradient for them is small, [N, K]; the gradient of
 hidden states and weight is that of Σ g · log p, which is `flce.linear_topk_distillation` with −g for probabilities.
 """
 

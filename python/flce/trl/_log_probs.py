@@ -1,4 +1,4 @@
-"""In the place of TRL's ChunkedLogProbFunction."""
+"""Replaces TRL's ChunkedLogProbFunction."""
 
 from __future__ import annotations
 
