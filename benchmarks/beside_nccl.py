@@ -66,7 +66,7 @@ class Passes:
         return list(torch.autograd.grad(self.loss, (self.hidden, self.weight)))
 
     def all(self) -> dict[str, tuple[Callable[[], Any], Callable[[], list[Tensor]]]]:
-        """For each name what comes before the pass, and the pass."""
+        """Passes by name: the work before the pass, and the pass."""
         # Whether forward retains may be in the last bit of its loss, and by default that hangs on the losses that wait.
         forward = functools.partial(self.forward, **OPTIONS["nothing retained"])
         found: dict[str, Any] = {"three GEMMs": (lambda: None, self.gemms), "forward": (lambda: None, forward)}
@@ -90,7 +90,7 @@ class Beside:
             self._peer_to_peer(dist.irecv if dist.get_rank() % 2 == parity else dist.isend)
 
     def _peer_to_peer(self, operation: Any) -> None:
-        """With the rank beside this one. Ranks of even and of odd numbers receive over groups of their own, as a pipeline's do."""
+        """Sends to the rank beside this one. Ranks of even and of odd numbers receive over groups of their own, as a pipeline's do."""
         rank = dist.get_rank()
         receiver = rank if operation is dist.irecv else rank ^ 1
         if rank ^ 1 < dist.get_world_size():

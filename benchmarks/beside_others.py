@@ -51,7 +51,7 @@ class Foreign:
 
 
 def passes(num_tokens: int, hidden_size: int, vocab_size: int) -> dict[str, tuple[Pass, Pass]]:
-    """For each name what comes before the pass, and the pass."""
+    """Passes by name: the work before the pass, and the pass."""
     torch.manual_seed(0)
     hidden = torch.randn(num_tokens, hidden_size, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     weight = (torch.randn(vocab_size, hidden_size, device="cuda") * (2 / hidden_size**0.5)).bfloat16().requires_grad_()

@@ -81,7 +81,7 @@ class StepsOfALayer(Layer):
         torch.autograd.grad(self.loss(), (self.hidden, self.weight), allow_unused=True)
 
     def forward(self) -> None:
-        """Without a gradient to come: nothing is retained."""
+        """Runs forward without a gradient to come: nothing is retained."""
         with torch.no_grad():
             self.loss()
 

@@ -62,7 +62,7 @@ class Policy(nn.Module):
 
 
 class Scores(NamedTuple):
-    """Per token [batch, sequence], 0 where nothing is predicted (top1: -1)."""
+    """Numbers of a token, [batch, sequence], 0 where nothing is predicted (top1: -1)."""
 
     logprobs: Tensor
     entropy: Tensor

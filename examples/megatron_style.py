@@ -54,7 +54,7 @@ class Run:
 
 
 def bytes_in_use(device: torch.device, *, reset: bool) -> int:
-    """Now, where a new peak begins; else at the peak since."""
+    """Bytes now, where a new peak begins; else at the peak since."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         if reset:

@@ -36,11 +36,11 @@ import flce
 
 ROOT = Path(__file__).resolve().parent.parent
 MIB = 1 << 20
-# By the process that ranks are forked from, once: each would import for seconds.
+# Imports of the process that ranks are forked from: each would import for seconds.
 PRELOADED = ["torch.distributed.pipelining", "flce"]
-# Before torch 2.7 schedules do not scale gradients.
+# Schedules before torch 2.7 do not scale gradients.
 UNSCALED: dict[str, Any] = {"scale_grads": False} if "scale_grads" in inspect.signature(Schedule1F1B.__init__).parameters else {}
-# By name: the schedule, and the numbers of rank 0's and rank 1's stages.
+# Schedules by name: the class, and the numbers of rank 0's and rank 1's stages.
 SCHEDULES: dict[str, tuple[Any, list[list[int]]]] = {
     "1f1b": (Schedule1F1B, [[0], [1]]),
     "zbv": (ScheduleZBVZeroBubble, [[0, 3], [1, 2]]),

@@ -90,7 +90,7 @@ def sharded(model: Decoder, device: torch.device, dtype: torch.dtype) -> Decoder
 
 
 def bytes_in_use(device: torch.device, *, reset: bool) -> int:
-    """Now, where a new peak begins; else at the peak since."""
+    """Bytes now, where a new peak begins; else at the peak since."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         if reset:

@@ -50,7 +50,7 @@ class Run:
 
 
 def bytes_in_use(device: torch.device, *, reset: bool) -> int:
-    """Now, where a new peak begins; else at the peak since."""
+    """Bytes now, where a new peak begins; else at the peak since."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         if reset:
@@ -103,7 +103,7 @@ def tokenizer() -> Any:
 
 
 def rollouts(arguments: argparse.Namespace, vocab_size: int) -> Any:
-    """In a sampler's place: completions of random lengths, the same in each run."""
+    """Stands for a sampler: completions of random lengths, the same in each run."""
     make = torch.Generator().manual_seed(1)
     prompt = list(range(len(PROMPT.split())))
 

@@ -181,7 +181,7 @@ def main():
         work = pathlib.Path(args.work or temporary)
         for spec, records in sorted(layers.items()):
             timed = {c["plan"] for _, record in records for c in record["candidates"] if any(c["times_ms"].values())}
-            # Neither is in a kernel.
+            # Kernels are the same for any chunk and any scratch.
             tiles = {re.sub(r"chunk=\d+,scratch=\d+", "", plan): plan for plan in sorted(timed)}
             if not same_code(args, work, spec, sorted(tiles.values())):
                 carried = False

@@ -201,12 +201,12 @@ if $with_servers; then
     PYTHONPATH=$moto python3 -c "$look" 2>/dev/null || moto_missing=true
 fi
 
-# Without them tests are skipped, so that nothing here is fatal.
+# Tests are skipped without the servers, so that nothing here is fatal.
 unpack_servers() {
     local into=$PWD/$servers.tmp name
     echo "flce: unpacking into $servers, for tests of remote caches: ${server_packages[*]}, and libraries that they need"
     rm -rf "$into" && mkdir -p "$into/packages" || return
-    # With what they depend on, as far as the system lacks it.
+    # Dependencies come along, as far as the system lacks them.
     mapfile -t names < <(LC_ALL=C apt-get -s --no-install-recommends install "${server_packages[@]}" | sed -nE 's/^Inst ([^ ]+) .*/\1/p')
     ((${#names[@]})) || return
     (cd "$into/packages" && apt-get -qq -o APT::Sandbox::User=root download "${names[@]}") || return
@@ -276,7 +276,7 @@ fetch() { # PYTHON, then what pip install takes
     local python=$1
     shift
     if "$python" -m pip --version >/dev/null 2>&1; then
-        # Not compiled: most modules of these packages are never imported, and the rest are compiled when they are.
+        # Nothing is compiled: most modules of these packages are never imported, and the rest are compiled when they are.
         PIP_ROOT_USER_ACTION=ignore "$python" -m pip install --no-compile --quiet --no-input --disable-pip-version-check \
             --no-warn-script-location "$@" </dev/null
     else

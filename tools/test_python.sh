@@ -72,7 +72,7 @@ case $check in
         wheel=$(echo "$work"/wheels/flce-*.whl)
         [[ $wheel == *-py3-none-linux_*.whl ]] || { echo "unexpected wheel: $wheel" >&2 && exit 1; }
         "$python" -m pip install --quiet --no-deps --no-index --target "$work/site" "$wheel"
-        # From elsewhere, on the installed package alone.
+        # Runs from elsewhere, on the installed package alone.
         added=$root/.tools/python
         interpreter=$("$python" -c 'import sys; print(sys.executable)')
         cd / && unset FLCE_LIBRARY && PYTHONPATH="$work/site:$added" \

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-# By the process that all others are forked from, once: each would import for many seconds, on a machine with few cores in turns.
+# Imports of the process that all others are forked from: each would import for many seconds, on a machine with few cores in turns.
 PRELOADED = ["torch", "flce.engine", "transformers.models.llama.modeling_llama"]
 
 

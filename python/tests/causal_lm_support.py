@@ -69,7 +69,7 @@ def _part(model_type: str, **more: Any) -> dict[str, Any]:
 
 _GOT_VISION = {"output_channels": 16, "mlp_dim": 32, "global_attn_indexes": [0], "window_size": 2}
 _ONE_HYBRID = ["mamba", "hybrid"]
-# By model type; None leaves the config's default.
+# Options by model type; None leaves the config's default.
 _BESIDES: dict[str, dict[str, Any]] = {
     "bailing_hybrid": {"head_dim": None, "n_group": 2},
     "deepseek_v2": {"num_experts_per_tok": 2},

@@ -88,7 +88,7 @@ def versions() -> dict[str, str]:
 
 
 def installed(package: str) -> importlib.metadata.Distribution | None:
-    """In .tools/peers, or else wherever this interpreter finds it."""
+    """The package's distribution in .tools/peers, or else wherever this interpreter finds it."""
     for folder in ([str(ROOT / ".tools/peers")], sys.path):
         for distribution in importlib.metadata.Distribution.discover(name=package, path=folder):
             return distribution

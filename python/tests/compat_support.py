@@ -90,7 +90,7 @@ class HeadModel(nn.Module):
 
 
 def _torchtune(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None) -> Tensor:
-    """With a head of the caller's tensors, leaves or not."""
+    """Loss of torchtune's class with a head of the caller's tensors, leaves or not."""
     loss, head = torchtune.LinearCrossEntropyLoss(), nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     model = nn.Module()
     model.output = head

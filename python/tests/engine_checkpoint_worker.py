@@ -35,7 +35,7 @@ _alone: list[Any] = []
 
 
 def groups() -> Any:
-    """For each rank a group of its own: a pipeline of one stage. Every rank makes all of them."""
+    """A group of each rank's own: a pipeline of one stage. Every rank makes all of them."""
     if not _alone:
         _alone.extend(dist.new_group([rank]) for rank in range(2))
     return _alone[dist.get_rank()]

@@ -1,4 +1,4 @@
-"""Under torchrun with two ranks: steps of examples/engine's interfaces, as two stages and as two data-parallel ranks, against the whole
+"""Steps of examples/engine's interfaces under torchrun with two ranks, as two stages and as two data-parallel ranks, against the whole
 model with its logits in memory."""
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ def expected_of_greedy(name: str) -> list[tuple[int | None, GenerationConfig, li
 
 
 def greedy(name: str) -> None:
-    """In microbatches of one sequence and of several."""
+    """Generates in microbatches of one sequence and of several."""
     engine = engine_here(model_of(name))
     for number, config, expected in expected_of_greedy(name):
         result = engine.generate(*prompts(), tokenizer_of(None), config, num_micro_batches=number)
@@ -246,7 +246,7 @@ SAMPLED = (
 
 
 def compute_what_is_expected() -> None:
-    """Once, for all ranks that are forked from this process."""
+    """Computes references once, for all ranks that are forked from this process."""
     torch.set_num_threads(1)
     for name in FAMILIES:
         expected_of_greedy(name)

@@ -253,7 +253,7 @@ def nonfinite(policy: str) -> None:
 
 
 def warns_of_few_microbatches() -> None:
-    """Once, on the first stage."""
+    """Warns once, on the first stage."""
     engine, *_ = made("1f1b", {"num_micro_batches": 1})
     ids, cu_seqlens = batch_of(3, STEPS[0])
     records: list[logging.LogRecord] = []

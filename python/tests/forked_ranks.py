@@ -29,7 +29,7 @@ def run_forked(ranks: int, body: Callable[[], None]) -> list[int]:
     os.environ |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
     sys.stdout.flush()
     sys.stderr.flush()
-    # None begins before all are there: the store's thread, which serves those that have begun, holds locks that a fork would keep.
+    # Ranks begin when all are there: the store's thread, which serves those that have begun, holds locks that a fork would keep.
     gate = os.pipe()
     started = {_forked(rank, body, gate): rank for rank in range(ranks)}
     for end in gate:

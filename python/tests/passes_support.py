@@ -26,7 +26,7 @@ class Backward:
 
     @property
     def multiplications(self) -> float:
-        """In units of NVD, a GEMM being two: one for each gradient, and one for the logits that are computed again."""
+        """Multiplications in units of NVD, a GEMM being two: one for each gradient, and one for the logits that are computed again."""
         return 2 * self.grad_hidden + 2 * self.grad_weight + 2 * (1 - self.share)
 
 

@@ -21,7 +21,7 @@ import flce
 from flce import _retain
 
 D, V, S, ROWS = 24, 499, 10, 8  # large enough that the engine is asked which gradients it wants
-# Before torch 2.7 schedules do not scale gradients.
+# Schedules before torch 2.7 do not scale gradients.
 UNSCALED: dict[str, Any] = {"scale_grads": False} if "scale_grads" in inspect.signature(ScheduleGPipe.__init__).parameters else {}
 
 
@@ -104,8 +104,8 @@ def watch_retained() -> None:
 
 
 def check_lent(schedule_type: Any, microbatches: int, what: str) -> None:
-    """With one loss at a time each lends, but for the first after several; with several at a time only the first may. Newer torch tries a
-    forward and backward before the schedule's first step, which lends too."""
+    """Each forward lends where one loss waits at a time, but for the first after several; where several wait only the first may. Newer
+    torch tries a forward and backward before the schedule's first step, which lends too."""
     assert all(lent), what
     if schedule_type is Schedule1F1B or microbatches == 1:
         assert microbatches - 1 <= len(lent) <= microbatches + 1, f"{what}: {len(lent)} lent"

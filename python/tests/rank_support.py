@@ -20,7 +20,7 @@ from forked_ranks import is_rank, run_forked
 
 
 def device() -> str:
-    """On which cases run: "cpu", or "cuda" for ranks that share the first GPU and for trainers."""
+    """Device of the cases: "cpu", or "cuda" for ranks that share the first GPU and for trainers."""
     return os.environ.get("FLCE_TEST_RANKS_ON", "cpu")
 
 

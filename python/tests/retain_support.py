@@ -94,7 +94,7 @@ def gradients_of(problem: Any, loss: Tensor, **keywords: Any) -> tuple[Tensor, .
 
 
 def check(problem: Any, actual: tuple[Tensor | None, ...], plain: tuple[Tensor, ...] | None = None) -> None:
-    """Within the bounds of the reference; on a CPU the bits of a call that retains nothing."""
+    """Checks gradients against the reference's bounds; on a CPU against the bits of a call that retains nothing."""
     if plain is None:
         plain = gradients_of(problem, loss_of(problem, retain_in_grad_weight=False))
     exact = in_double(problem)

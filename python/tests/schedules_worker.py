@@ -39,7 +39,7 @@ KNOWN = {
     "ScheduleZBVZeroBubble": (V_SHAPE, True),
     "ScheduleDualPipeV": (V_SHAPE, True),
 }
-# By name: options of the loss, and what a microbatch's passes come to, in NVD, (without, with a split backward); None: not looked at.
+# Losses by name: options, and the multiplications of a microbatch's passes in NVD, (without, with a split backward); None: not looked at.
 LOSSES: dict[str, tuple[dict[str, Any], tuple[float, float] | None]] = {
     "plain": ({}, None),  # memory retained unasked depends on how many losses wait at a time
     "nothing retained": ({"retain_in_grad_weight": False}, (8, 10)),
@@ -89,7 +89,7 @@ def limit_of_a_part() -> tuple[int, float]:
 
 
 def expected_loss(head: nn.Linear, hidden: Tensor, labels: Tensor, loss: str) -> Tensor:
-    """From logits, of the whole batch."""
+    """Loss from logits, of the whole batch."""
     logits = head(hidden)[:, :-1]
     targets = labels[:, 1:]
     if loss == "functional":

@@ -17,7 +17,7 @@ from flce._direct import DirectCall
 # gradients have a dtype.
 OUTPUT_BOUND = {torch.float32: 1e-6, torch.bfloat16: 1e-5, torch.float16: 1e-5}
 GRADIENT_BOUND = {torch.float32: 2e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
-# And of a row, whose expected norm counts as no less than the rows' root mean square: a wrong row of many is lost in the whole.
+# Bound of a row, whose expected norm counts as no less than the rows' root mean square: a wrong row of many is lost in the whole.
 ROW_FACTOR = 4.0
 
 

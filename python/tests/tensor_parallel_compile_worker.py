@@ -269,7 +269,7 @@ def everything_ignored_in_the_graph() -> None:
 
 
 def bf16_and_inductor() -> None:
-    """With torch's default compiler, in bf16, through a compiled layer before the loss."""
+    """Compiles with torch's default compiler, in bf16, through a compiled layer before the loss."""
     layer = Layer(torch.bfloat16)
     mix = torch.eye(HIDDEN, dtype=torch.bfloat16)
 

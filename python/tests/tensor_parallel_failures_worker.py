@@ -266,11 +266,11 @@ def ranks_die() -> None:
 
 
 def a_group_made_again() -> None:
-    """Under the name that the first one had, with other rows on rank 0: rank 1's call looks as it did, and its rows begin elsewhere."""
+    """A group under the first one's name, with other rows on rank 0: rank 1's call looks as it did, and its rows begin elsewhere."""
     layer, rank, ranks = Layer(), dist.get_rank(), dist.get_world_size()
     names = []
     for rows in (60, 90):
-        # With a store of its own: in the first one's ranks would find each other where they were.
+        # Each group has a store of its own: in the first one's ranks would find each other where they were.
         dist.destroy_process_group()
         place = os.path.join(tempfile.gettempdir(), f"flce-{os.environ['TORCHELASTIC_RUN_ID']}-{rows}")
         store = dist.FileStore(place, ranks)

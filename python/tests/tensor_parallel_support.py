@@ -54,14 +54,14 @@ def same_on_every_rank(*tensors: Tensor) -> None:
 
 
 def close(got: Tensor | None, right: Tensor | None, dtype: torch.dtype = torch.float32) -> None:
-    """In the Euclidean norm, by what dtype's rounding makes of gradients and fp32's of the rest."""
+    """Compares in the Euclidean norm, within the rounding of gradients in `dtype` and of the rest in fp32."""
     assert got is not None and right is not None and got.shape == right.shape
     error, size = float((got.detach().double() - right.detach().double()).norm()), float(right.detach().double().norm())
     assert error <= (2e-5 if dtype is torch.float32 else 1e-2) * size, f"off by {error / max(size, 1e-300):.2e}"
 
 
 def backward_of(outputs: Any, names: tuple[str, ...]) -> None:
-    """From a sum of everything that is differentiable."""
+    """Runs backward from a sum of everything that is differentiable."""
     parts = outputs if isinstance(outputs, tuple) else (outputs,)
     total = sum(((i + 1.0) * part.sum() for i, part in enumerate(parts) if part.requires_grad), torch.zeros(()))
     assert isinstance(total, Tensor), names

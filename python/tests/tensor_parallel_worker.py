@@ -333,7 +333,7 @@ def losses() -> None:
 
 
 def parts_of_grad_hidden(dtype: torch.dtype, as_dtensor: bool) -> None:
-    """Without the sum: ranks' parts of hidden's gradient, which are not alike and whose sum is the whole's."""
+    """Gradients without the sum: ranks' parts of hidden's gradient, which are not alike and whose sum is the whole's."""
     layer = Layer(dtype)
     whole_hidden, whole = leaf(layer.hidden), leaf(layer.weight)
     hidden, shard = leaf(layer.hidden), leaf(layer.mine(layer.weight))

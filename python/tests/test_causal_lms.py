@@ -37,7 +37,7 @@ NOT_SMALL = {
     "MusicgenMelodyForCausalLM": "predicts several codebooks of audio",
     "ZambaForCausalLM": "needs its full depth",
 }
-# They cannot return their routers' logits at this size.
+# Classes that cannot return their routers' logits at this size.
 WITHOUT_ROUTERS = ("DeepseekV4ForCausalLM", "FlintForCausalLM")
 QUICK = (
     "LlamaForCausalLM",

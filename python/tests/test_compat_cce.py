@@ -37,7 +37,7 @@ def expected(
 @pytest.mark.parametrize("shape", [(33,), (3, 9), (2, 2, 5)], ids=str)
 @pytest.mark.parametrize("shift", [0, 1, 3, True])
 def test_losses_lse_and_gradients(device: str, dtype: torch.dtype, reduction: str, shape: tuple[int, ...], shift: int) -> None:
-    """With an upstream gradient for each of loss and lse, or for one of them alone; after a shift e's gradient is whole."""
+    """Upstream gradients go to loss and lse, or to one of them alone; after a shift e's gradient is whole."""
     layer = make_layer(device, dtype, shape=shape, bias=True)
     exact, options = layer.in_double(), {"reduction": reduction, "shift": shift}
     for used in ([0, 1], [0], [1]):

@@ -34,7 +34,7 @@ def expected(
     use_token_scaling: bool = False,
     **_: Any,
 ) -> CrossEntropyOutput:
-    """In the layer's fp64."""
+    """Outputs in the layer's fp64."""
     logits = layer.logits(softcap)
     valid = layer.target != ignore_index
     class_weight = None if ce_weight is None else ce_weight.double()
@@ -97,7 +97,7 @@ OPTIONS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("weighted", [False, True], ids=["", "ce_weight"])
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "+".join(options) or "plain")
 def test_losses_metrics_and_gradients(device: str, dtype: torch.dtype, reduction: str, weighted: bool, options: dict[str, Any]) -> None:
-    """With upstream gradients that differ from 1, and from row to row with "none"."""
+    """Upstream gradients differ from 1, and from row to row with "none"."""
     layer = make_layer(device, dtype, bias=True)
     check(layer, dtype, reduction=reduction, ce_weight=class_weights(device) if weighted else None, **options)
 

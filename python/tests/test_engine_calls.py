@@ -114,7 +114,7 @@ def test_a_stage_without_weights_is_refused() -> None:
 
 
 def test_an_optimizer_of_other_parameters_is_refused() -> None:
-    """It would train nothing; or, beside the stages', what no reduction and no clearing of gradients reaches."""
+    """An optimizer of other parameters trains nothing, or, beside the stages', parameters whose gradients nobody reduces or clears."""
     stage = ToyStage(0, 1)
     temperature = torch.nn.Parameter(torch.ones(()))
     for parameters, says in (

@@ -106,7 +106,7 @@ def test_a_config_of_another_class_is_named() -> None:
 
 
 def processors(config: GenerationConfig, device: str) -> LogitsProcessorList:
-    """In transformers' order."""
+    """Processors in transformers' order."""
     chosen: list[Any] = []
     if config.min_new_tokens:
         chosen.append(MinNewTokensLengthLogitsProcessor(4, config.min_new_tokens, list(ENDS), device))

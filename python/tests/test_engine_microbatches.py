@@ -27,7 +27,7 @@ NOTHING = Naming()
 
 
 def least_largest(lengths: list[int], count: int) -> int:
-    """Over all cuts into `count` runs."""
+    """The least largest sum over all cuts into `count` runs."""
     inner = itertools.combinations(range(1, len(lengths)), count - 1)
     return min(max(sum(lengths[a:b]) for a, b in itertools.pairwise((0, *starts, len(lengths)))) for starts in inner)
 
@@ -181,7 +181,8 @@ def test_every_schedule_of_torch_is_known() -> None:
 
 
 def test_names_of_torch_that_the_engine_relies_on_are_there() -> None:
-    """Not public, but for overriding: engine/_transport.py, the module of the torch at hand and engine/_agreement.py say what for."""
+    """Names that are public for overriding alone: engine/_transport.py, the module of the torch at hand and engine/_agreement.py say
+    why."""
     gone = f"{VERSION}: engine/_transport.py relies on it"
     for name in (
         "get_fwd_recv_ops",

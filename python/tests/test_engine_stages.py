@@ -134,7 +134,7 @@ def test_rope_that_depends_on_length_takes_each_sequences_own(kind: str) -> None
 
 @pytest.mark.parametrize("kernel", ["_flash", "_torch", "_torch without groups"])
 def test_varlen_kernels_are_given_what_the_model_asks_for(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a stand-in on the CPU that does what the kernels' documents say; that they run is a GPU's test."""
+    """Stands in for the kernels on the CPU by their documents; a GPU's test runs them."""
 
     def varlen(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, **options: Any) -> Tensor:
         scale = options.get("scale", options.get("softmax_scale"))
@@ -170,7 +170,7 @@ def test_varlen_kernels_are_given_what_the_model_asks_for(kernel: str, monkeypat
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["qwen3", "mistral-window", "gpt2"])
 def test_varlen_attention_of_a_gpu_is_the_models(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In bf16 by the kernel for packed sequences, against the model in fp32, and as near as attention sequence by sequence."""
+    """Runs the kernel for packed sequences in bf16, against the model in fp32, and as near as attention sequence by sequence."""
     model = model_of(name, **({"n_embd": 32} if name == "gpt2" else {"head_dim": 8}))
     ids, _ = packed(LENGTHS)
     expected = own(model, ids, LENGTHS)[0].cuda()

@@ -87,8 +87,8 @@ WEIGHTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("form", WEIGHTS.values(), ids=WEIGHTS)
 def test_the_gradient_of_a_strided_weight(device: str, form: Callable[[Tensor], Tensor]) -> None:
-    """By autograd, in a contiguous buffer, and twice, since the second call goes another way; a buffer with the weight's strides is
-    refused."""
+    """Gradients come by autograd, in a contiguous buffer, and twice, since the second call goes another way; a buffer with the weight's
+    strides is refused."""
     problem = make_problem(device)
     strided = form(problem.weight.detach()).detach().requires_grad_()
     assert not strided.is_contiguous()

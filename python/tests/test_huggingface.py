@@ -196,7 +196,7 @@ def test_evaluation_with_tuples() -> None:
 
 
 def test_labels_that_the_trainer_has_shifted() -> None:
-    """Under context parallelism a shard's last label is the next shard's first; padding-free collators shift, too."""
+    """Context parallelism makes a shard's last label the next shard's first; padding-free collators shift, too."""
     stock = tiny_model()
     fused = return_hidden_states(copy.deepcopy(stock))
     batch = labels_of(3)

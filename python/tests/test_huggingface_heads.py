@@ -317,7 +317,7 @@ def test_what_the_config_implies() -> None:
 
 
 def test_an_evaluation_has_one_meaning() -> None:
-    """With logits or without, it is the model's own loss: options are for training."""
+    """Evaluation gives the model's own loss, with logits or without: options are for training."""
     given, weights = batch(), torch.linspace(0.5, 2.0, VOCAB_SIZE)
     options: dict[str, Any] = {"z_loss": 0.1, "label_smoothing": 0.2, "temperature": 2.0, "dft": True, "class_weight": weights}
     own, mine = tiny_causal_lm("LlamaForCausalLM").eval(), tiny_causal_lm("LlamaForCausalLM")

@@ -12,7 +12,7 @@ import flce
 
 
 def run(program: str) -> None:
-    """In a process of its own, in which torchtitan is not installed."""
+    """Runs a program in a process of its own, in which torchtitan is not installed."""
     before = "import sys; sys.modules |= dict.fromkeys(('torchtitan', 'spmd_types'))"
     done = subprocess.run([sys.executable, "-c", f"{before}\n{textwrap.dedent(program)}"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -40,7 +40,7 @@ def test_a_name_that_there_is_not() -> None:
 
 
 def test_imported_a_second_time() -> None:
-    """Beside what somebody still holds of the first, and alone."""
+    """Imports the package beside remains of the first import, and alone."""
     run("""
         import gc, torch, flce
         hidden, weight, target = torch.randn(6, 16, requires_grad=True), torch.randn(20, 16), torch.randint(0, 20, (6,))

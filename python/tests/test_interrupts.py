@@ -148,7 +148,7 @@ def test_interrupted_at_every_line(device: str, kind: str, fresh: bool, monkeypa
 
 @pytest.mark.parametrize("kind", ["plain", pytest.param("num_valid_tokens", marks=pytest.mark.nightly)])
 def test_interrupted_at_every_opcode(device: str, kind: str) -> None:
-    """Between the parts of one line, too: of two assignments, or of a call and what keeps its result."""
+    """Interrupts between the parts of one line, too: of two assignments, or of a call and the storing of its result."""
     interrupted_everywhere(device, kind, fresh=False, opcodes=True)
 
 

@@ -358,7 +358,7 @@ def hooked() -> nn.Linear:
 
 
 def quantised(module: str, name: str, dtype: torch.dtype) -> nn.Linear:
-    """With a weight of a class of that name, as bitsandbytes and torchao make it."""
+    """A layer with a weight of a class of that name, as bitsandbytes and torchao make it."""
     kind: Any = type(name, (nn.Parameter,), {"__module__": module})
     head = nn.Linear(D, V)
     weight = torch.zeros(V * D // 2, 1, dtype=dtype) if name == "Params4bit" else torch.zeros(V, D, dtype=dtype)

@@ -165,7 +165,7 @@ def test_several_threads_keep_to_the_limit(device: str, watched: Watched) -> Non
 
 
 def test_memory_that_a_forward_is_writing_to_is_not_taken(device: str, watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another thread's call comes between the choice of what is retained and the launch that fills it."""
+    """Another thread's call comes between the choice to retain and the launch that fills the memory."""
     budget, whole = budget_for(device, 1)
     scratch, _ = sizes(device)
     problem = make(device)

@@ -309,7 +309,7 @@ def test_unpatched_under_accelerates_wrapper() -> None:
 
 
 class FullyShardedDataParallel(nn.Module):
-    """By its name that of FSDP 1, which no CPU has."""
+    """Named as FSDP 1's class, which no CPU has."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()

@@ -137,7 +137,8 @@ def test_functionals_in_two_passes(device: str, passes: Passes, loss: Loss, bias
 @pytest.mark.usefixtures("losing")
 @pytest.mark.parametrize("options", [LENT, OWN], ids=["lent", "own"])
 def test_both_passes_read_what_forward_left(device: str, passes: Passes, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
-    """Not only is it handed over: without it there are other gradients. The weights' pass writes over lent memory, and returns it."""
+    """Memory is used, not only handed over: without it there are other gradients. The weights' pass writes over lent memory, and returns
+    it."""
     memory: list[weakref.ref[Tensor]] = []
     keep = _retain.Retained.keep
 
@@ -174,7 +175,7 @@ def test_both_passes_read_what_forward_left(device: str, passes: Passes, monkeyp
 @pytest.mark.usefixtures("losing")
 @pytest.mark.parametrize("loss", [pipeline, entropy], ids=lambda loss: loss.__name__)
 def test_nothing_of_a_loss_outlives_its_passes(device: str, loss: Loss) -> None:
-    """Without the garbage collector: after both passes, after one backward, and of a loss without any."""
+    """Memory goes without the garbage collector: after both passes, after one backward, and for a loss without any."""
     stage = Stage(device)
     gc.collect()
     gc.disable()

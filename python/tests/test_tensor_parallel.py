@@ -60,7 +60,7 @@ def test_backward_under_a_receive_over_nccl_that_waits_for_it(device: str) -> No
 
 @pytest.mark.full
 def test_example_trains_and_needs_less_memory() -> None:
-    """Beside torch's loss_parallel, of whose logits a rank holds 64 MiB several times."""
+    """Runs beside torch's loss_parallel, whose logits, 64 MiB on a rank, are there several times."""
     example = str(HERE.parent.parent / "examples" / "tensor_parallel.py")
     output = launch("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", example, "--tiny")
     steps = re.findall(r"^step (\d+) +(loss_parallel|flce): loss ([\d.]+) +[\d.]+ ms +([\d.]+) MiB", output, re.MULTILINE)

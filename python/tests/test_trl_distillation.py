@@ -176,7 +176,7 @@ def test_another_function_is_left_alone(caplog: pytest.LogCaptureFixture, monkey
 
 
 class Rollouts:
-    """In place of the worker that asks a student's and a teacher's server: samples that a teacher model here has scored."""
+    """Stands for the worker that asks a student's and a teacher's server: samples that a teacher model here has scored."""
 
     def __init__(self, teacher: Any, samples: int, top_k: int) -> None:
         self.rollout_buffer: queue.Queue[Any] = queue.Queue()

@@ -8,7 +8,7 @@ from rank_support import cases_passed
 
 @pytest.mark.parametrize(("which", "cases"), [("daily", 11), pytest.param("nightly", 12, marks=pytest.mark.nightly)])
 def test_training_equals_the_unpatched_model_and_one_process(monkeypatch: pytest.MonkeyPatch, which: str, cases: int) -> None:
-    """Or is refused by name, where the weight is not gathered."""
+    """Training equals the reference, or is refused by name where the weight is not gathered."""
     pytest.importorskip("deepspeed", exc_type=ImportError)
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     assert cases_passed("zero3_worker.py", which, "2") == {2: cases}

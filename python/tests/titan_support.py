@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 SEQUENCE, BATCH, VOCAB = 16, 4, 510
-# With torch 2.11 torchtitan 0.3.0 misses a name, which only spmd_backend="full_dtensor" has a use for, and backward of its
+# torchtitan 0.3.0 with torch 2.11 misses a name, which only spmd_backend="full_dtensor" has a use for, and backward of its
 # ChunkedLossWrapper ends the process.
 IS_OLD_TORCH = not hasattr(fsdp, "DataParallelMeshDims")
 

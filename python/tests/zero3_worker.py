@@ -223,7 +223,7 @@ def evaluation_without_logits(tied: bool) -> None:
 
 
 def a_model_made_divided() -> None:
-    """Under deepspeed.zero.Init no rank has ever had the whole model."""
+    """No rank has ever had the whole model under deepspeed.zero.Init."""
     whole = llama()
     with deepspeed.zero.Init(config_dict_or_path=settings(micro_batches=1)):
         model = llama()

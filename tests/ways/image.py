@@ -42,7 +42,7 @@ class Stage:
         self.variables = {"PATH": f"{root / 'venv/bin'}:{os.environ['PATH']}", "VIRTUAL_ENV": str(root / "venv")}
 
     def inside(self, text: str) -> str:
-        """With absolute paths as those of the stage."""
+        """The text with absolute paths of the stage."""
         text = re.sub(r"(^|[\s\"'=(:])/(?=[a-z])", rf"\g<1>{self.root}/", text)
         return re.sub(r"\bfind / ", f"find {self.root} ", text)
 

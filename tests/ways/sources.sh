@@ -15,8 +15,8 @@ configure "$tree" -DFLCE_PRECOMPILE_HEADERS=OFF -DFLCE_UNITY_BUILD=OFF
 ninja -C "$tree" flce_templates flce_record_sources >"$work/generated.log" || { cat "$work/generated.log" >&2 && exit 1; }
 python3 "$source/tests/ways/syntax.py" "$tree"
 
-# None is missing. Examples are projects of their own, documented_idioms.cc has its own test, and what only a portable build or a fuzzer
-# compiles comes below.
+# Checks that no source is missing. Examples are projects of their own, documented_idioms.cc has its own test, and sources of a portable
+# build or a fuzzer alone come below.
 (cd "$source" && find . -path './build*' -prune -o -path './.*/*' -prune -o -path ./dist -prune -o \
     \( -name '*.cpp' -o -name '*.cc' -o -name '*.c' \) -print | sed 's|^\./||' |
     grep -vE '^examples/|documented_idioms\.cc$|^cmake/portable_runtime\.c$|^tests/fuzz/libfuzzer\.cc$') | sort >"$work/all.txt"

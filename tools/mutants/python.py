@@ -226,7 +226,7 @@ class Copy:
             at.write_bytes(text)
 
     def _test(self, module: Module) -> int:
-        """In a process of its own."""
+        """Runs the tests in a process of its own."""
         os.setsid()
         os.chdir(self.folder)
         silent = os.open(os.devnull if "VERBOSE" not in os.environ else "/dev/stderr", os.O_WRONLY)
