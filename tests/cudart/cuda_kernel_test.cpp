@@ -291,10 +291,11 @@ TEST(CudaKernel, LaunchersThatAreMissing_LeaveNoModuleLoaded) {
     {
         DiskStore here(folder.path());
         std::mutex mutex;
-        ArtifactCache cubins({.directory = shared_cache().directory(), .on_use = [&](const CacheKey& key, std::span<const std::byte> entry) {
-                                  const std::scoped_lock lock(mutex);
-                                  EXPECT_EQ(here.put(key, entry, Durability::whenever), Kept::yes);
-                              }});
+        const auto keep = [&](const CacheKey& key, std::span<const std::byte> entry) {
+            const std::scoped_lock lock(mutex);
+            EXPECT_EQ(here.put(key, entry, Durability::whenever), Kept::yes);
+        };
+        ArtifactCache cubins({.directory = shared_cache().directory(), .on_use = keep});
         (void)cuda_cubins(request, generate_cuda(request.spec, request.device, request.plan), cubins);
     }
     FakeGpu gpu;

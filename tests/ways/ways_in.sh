@@ -38,7 +38,8 @@ unset FLCE_LIBRARY PYTHONPATH VIRTUAL_ENV
 export CCACHE_BASEDIR=$root CCACHE_NOHASHDIR=1 CCACHE_COMMENTS=1 CCACHE_DEPEND=1
 export CCACHE_SLOPPINESS=pch_defines,time_macros,include_file_mtime,include_file_ctime
 if [[ ! ${CXX:-} ]]; then
-    CC=$(sed -n 's/^CMAKE_C_COMPILER:[A-Z]*=//p' "$tree/CMakeCache.txt") CXX=$(sed -n 's/^CMAKE_CXX_COMPILER:[A-Z]*=//p' "$tree/CMakeCache.txt")
+    CC=$(sed -n 's/^CMAKE_C_COMPILER:[A-Z]*=//p' "$tree/CMakeCache.txt")
+    CXX=$(sed -n 's/^CMAKE_CXX_COMPILER:[A-Z]*=//p' "$tree/CMakeCache.txt")
     export CC CXX
 fi
 if grep -qs '^FLCE_WERROR:[A-Z]*=ON' "$tree/CMakeCache.txt"; then export SKBUILD_CMAKE_DEFINE=FLCE_WERROR=ON; fi
