@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import flce
@@ -132,3 +133,35 @@ def test_the_first_difference_is_told_with_both_values() -> None:
     assert differing([{"a": 1}, {"a": 1}, {"a": 2}]) == "a: 1 on rank 0 of them and 2 on rank 2"
     assert differing([{"a": 1}, {"a": 1, "b": 3}]) == "b: None on rank 0 of them and 3 on rank 1"
     assert differing([{"a": 1, "b": 3}, {"a": 1}]) == "b: 3 on rank 0 of them and None on rank 1"
+
+
+def test_a_refusal_is_told_to_the_other_ranks_and_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dist.HashStore()
+    refusing, other = Ranks(monkeypatch, call(), call()), Ranks(monkeypatch, None, call())
+    for ranks in (refusing, other):
+        ranks.agreement._store = store
+    assert refusing.refusal() == "a wrong argument"
+    assert store.get("refused 1").decode() == "0 ArgumentError: a wrong argument"
+    assert "refused what it was called with: ArgumentError: a wrong argument. Nothing" in other.refusal(call())
+    # A difference between the ranks of one pipeline is a refusal, too, for the copies of the pipeline.
+    monkeypatch.setattr(_agreement.dist, "all_reduce", lambda *_, **__: None)
+    differs = Ranks(monkeypatch, call(num_micro_batches=3), call())
+    differs.agreement._store, differs.agreement._calls = store, 1
+    with pytest.raises(Agreed, match="the number of microbatches"):
+        differs.agreement.check_called_alike(call, CPU)  # type: ignore[arg-type]  # any group
+    assert "the number of microbatches" in store.get("refused 2").decode()
+
+
+def test_values_of_tied_weights_are_compared_where_both_stages_tell_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = Ranks(monkeypatch, call(stepping=tied()), call(stepping=tied(weight=torch.ones(3), end=3)))
+    assert ranks.refusal(call(stepping=tied())) == ""
+    assert not ranks.agreement.parted
+
+
+def test_an_agreement_begins_with_copies_that_are_alike() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        agreement = Agreement(dist.group.WORLD, CPU)
+        assert (agreement.name, agreement.rank, agreement.parted, agreement.ends) == ("0", 0, False, (0, 0))
+    finally:
+        dist.destroy_process_group()

@@ -100,9 +100,7 @@ def differing(told: Sequence[Mapping[str, Any]]) -> str | None:
 def checksum(tensor: Tensor) -> Tensor:
     """Checksum of a tensor's bits and their places: an int64 scalar, on its device, which no rounding changes."""
     kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    flat = tensor.detach().reshape(-1)
-    flat = flat.to(torch.uint8) if flat.dtype == torch.bool else flat
-    bits = flat.view(kinds[flat.element_size()])
+    bits = tensor.detach().reshape(-1).view(kinds[tensor.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for number, part in enumerate(bits.split(1 << 22)):
         places = torch.arange(1, 2 * part.numel(), 2, device=tensor.device)
