@@ -132,7 +132,7 @@ class Tree:
             "FLCE_TEST_CACHE": str(work / "kernels"),
             "FLCE_CACHE_DIR": str(work / "cache"),
             "TMPDIR": str(work),
-            "FLCE_TEST_LEVEL": "quick",  # what finds nothing in a case of every kind has no test, only repetitions
+            "FLCE_TEST_LEVEL": "quick",  # a fault that no case of a kind finds has no test, only repetitions
         }
         for test in edit.test.split():
             part, tests = test.split(":", 1)
