@@ -52,6 +52,18 @@ TEST(Planner, EveryCandidate_IsLegalAndPrintsBack) {
     }
 }
 
+// A token beyond those whose list lies in the scratch takes the list's bytes as well.
+TEST(Planner, WorkspaceOfTokens_HoldsAsManyAndNoMore) {
+    const Spec spec = parse_spec("D=64,V=1000");
+    EXPECT_EQ(workspace_of_tokens(spec, 262144), 262144 * 4 * 64);
+    EXPECT_EQ(workspace_of_tokens(spec, 262145), 262145 * 4 * 64 + 8);
+    for (const std::int64_t tokens : {0, 1, 4096, 262144, 262145, 1000000}) {
+        const std::int64_t bytes = workspace_of_tokens(spec, tokens).value();
+        EXPECT_EQ(tokens_with_workspace(spec, bytes), tokens);
+        EXPECT_EQ(tokens_with_workspace(spec, bytes + 4 * 64 - 1), tokens);
+    }
+}
+
 TEST(Planner, Candidates_AreOrderedByExpectedTime) {
     const Spec spec = parse_spec("D=2048,V=151936");
     for (const char* name : {"sm_90a", "sm_80", "sm_89", "sm_100a", "x86-64-v4", "x86-64"}) {

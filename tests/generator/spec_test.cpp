@@ -64,6 +64,7 @@ Spec random_spec(std::mt19937_64& random) {
 TEST(SpecText, Canonical_PrintsWhatDiffersFromItsDefault) {
     EXPECT_EQ(parse_spec("V=151936,D=2048,tied").text(), "D=2048,V=151936,dtype=bf16,tied");
     EXPECT_EQ(small().normalized().text(), "D=64,V=50,dtype=bf16");
+    EXPECT_EQ(parse_spec("D=64,V=50,whole_vocab_size=100").text(), "D=64,V=50,whole_vocab_size=100,dtype=bf16");
     EXPECT_EQ(small().normalized().json(), R"({"D":64,"V":50,"dtype":"bf16"})");
     const Spec all = parse_spec(
         "outputs=entropy+loss,z_loss=0.0001,label_smoothing=0.1,softcap=30,logit_scale=0.0625,class_weight,bias=true,grad_weight_mode="

@@ -33,7 +33,7 @@ TEST(Record, Text_ReadsBackEqual) {
 
 TEST(Record, KeyFields_EachMakesAnotherDigest) {
     const RecordKey base = key_at(4096);
-    std::vector<RecordKey> others(9, base);
+    std::vector<RecordKey> others(10, base);
     others[0].device.name = "NVIDIA H200";
     others[1].device.units = 114;
     others[2].device.l2_bytes = 1;
@@ -43,6 +43,7 @@ TEST(Record, KeyFields_EachMakesAnotherDigest) {
     others[6].request.scratch_bytes = 1;
     others[7].request.limit_bytes = 1;
     others[8].policy = "once";
+    others[9].retained = kNothingRetained;
     std::vector<std::string> digests{base.digest()};
     for (const RecordKey& other : others) digests.push_back(other.digest());
     std::ranges::sort(digests);
@@ -75,6 +76,10 @@ TEST(Record, WithinTwoPercent_FirstByRankWins) {
     const auto times = [](double ms) { return std::vector<double>(5, ms); };
     EXPECT_EQ(record_of(key_at(64), {{"z", times(101)}, {"a", times(100)}}).best_plan(), "z");
     EXPECT_EQ(record_of(key_at(64), {{"z", times(103)}, {"a", times(100)}}).best_plan(), "a");
+}
+
+TEST(Record, EvenNumberOfTimes_TheMeanOfTheMiddleTwo) {
+    EXPECT_EQ(record_of(key_at(64), {{"a", {8, 1, 2, 5}}}).candidates.at("a").median_ms(), 3.5);
 }
 
 TEST(Record, FewerSamples_DoNotWin) {
