@@ -12,3 +12,7 @@ for name in lacks has; do
 done
 grep -q 'lacks.cpp does not compile by itself' lacks.log
 [[ $(tail -n 1 lacks.said) == refuses && $(tail -n 1 has.said) == takes ]]
+# A source that is left out is not compiled.
+echo lacks.cpp >left_out.txt
+sed 's/has.cpp/lacks.cpp/g' compile_commands.json >other.json && mv other.json compile_commands.json
+python3 "$script" . left_out.txt

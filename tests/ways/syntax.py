@@ -1,5 +1,6 @@
-"""Compiles each source of a build tree by itself, and keeps nothing: syntax.py BUILD_TREE. Commands are those of compile_commands.json,
-without optimising; whether a folder is united, or a header precompiled, is the tree's affair."""
+"""Compiles each source of a build tree by itself, and keeps nothing: syntax.py BUILD_TREE [LEFT_OUT]. Commands are those of
+compile_commands.json, without optimising; whether a folder is united, or a header precompiled, is the tree's affair. LEFT_OUT: a file with
+the paths of sources that are not compiled."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ def refused(entry: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    entries = json.loads((Path(sys.argv[1]) / "compile_commands.json").read_text())
+    left_out = {line for path in sys.argv[2:] for line in Path(path).read_text().splitlines()}
+    entries = [entry for entry in json.loads((Path(sys.argv[1]) / "compile_commands.json").read_text()) if entry["file"] not in left_out]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         faults = [said for said in pool.map(refused, entries) if said]
     print(f"{len(entries)} sources, {len(faults)} of them do not compile by themselves")
