@@ -17,7 +17,8 @@ ninja -C "$tree" flce_templates flce_record_sources >"$work/generated.log" || { 
 : >"$work/left_out.txt"
 if [[ ${FLCE_TEST_LEVEL:-} == full ]] && git -C "$source" rev-parse -q --verify HEAD >/dev/null 2>&1; then
     comm -23 <(git -C "$source" ls-files tests benchmarks | sort) \
-        <({ git -C "$source" log --since='3 days ago' --name-only --format= && git -C "$source" status --porcelain | cut -c4-; } | sort -u) |
+        <({ git -C "$source" log --since='3 days ago' --name-only --format= && git -C "$source" status --porcelain | cut -c4-; } |
+            sort -u) |
         sed "s|^|$source/|" >"$work/left_out.txt"
 fi
 python3 "$source/tests/ways/syntax.py" "$tree" "$work/left_out.txt"
