@@ -54,6 +54,7 @@ TEST(Legality, CudaTiles_AreRefusedWithTheirReason) {
                        {"negative", [](Plan& p) { p.cuda.dlogits.block_n = -128; }, {"dlogits", "-128"}},
                        {"absurd", [](Plan& p) { p.cuda.dlogits.block_n = 1 << 30; }, {"dlogits", "1073741824"}},
                        {"three warps", [](Plan& p) { p.cuda.grad_hidden.warps_n = 3; }, {"grad_hidden", "warps 2x3"}},
+                       {"32 warps", [](Plan& p) { p.cuda.forward = {256, 256, 32, 2, 8, 4}; }, {"forward", "warps 8x4"}},
                        {"too many threads", [](Plan& p) { p.cuda.forward = {256, 256, 32, 2, 8, 8}; }, {"forward", "warps 8x8"}},
                        {"block of 96", [](Plan& p) { p.cuda.grad_weight.block_m = 96; }, {"grad_weight", "block 96x128"}},
                        {"block of 16", [](Plan& p) { p.cuda.grad_weight.block_n = 16; }, {"grad_weight", "block 128x16"}},
@@ -69,6 +70,8 @@ TEST(Legality, CudaSizes_AreRefusedWithTheirReason) {
     expect_reasons("D=2048,V=151936", "h100", legal_cuda_plan(),
                    {
                        {"raster 1", [](Plan& p) { p.cuda.raster = 1; }, {}},
+                       {"raster 1024", [](Plan& p) { p.cuda.raster = 1024; }, {}},
+                       {"raster 1025", [](Plan& p) { p.cuda.raster = 1025; }, {"raster=1025"}},
                        {"raster 0", [](Plan& p) { p.cuda.raster = 0; }, {"raster=0"}},
                        {"chunk 0", [](Plan& p) { p.vocab_chunk = 0; }, {"chunk=0"}},
                        {"negative chunk", [](Plan& p) { p.vocab_chunk = -128; }, {"chunk=-128"}},
@@ -128,6 +131,7 @@ TEST(Legality, CpuPlans_AreRefusedWithTheirReason) {
     expect_reasons("D=2048,V=151936", "znver4", legal_cpu_plan(),
                    {
                        {"bf16 pairs", [](Plan& p) { p.cpu.bf16_dot = true; }, {}},
+                       {"retain", [](Plan& p) { p.strategy = Strategy::retain; }, {"strategy retain", "under recompute"}},
                        {"narrow vectors", [](Plan& p) { p.cpu = {256, false, 6, 16, 96, 192, 256}; }, {}},
                        {"odd width", [](Plan& p) { p.cpu.vector_bits = 384; }, {"vector=384", "128, 256 or 512"}},
                        {"no rows", [](Plan& p) { p.cpu.micro_m = 0; }, {"micro", "not 0"}},
