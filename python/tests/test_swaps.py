@@ -137,6 +137,7 @@ def test_operators_check_what_they_are_given(device: str, options: dict[str, Any
     for arguments, name in (
         ((hidden, weight, target[:3]), "target"),
         ((hidden, weight[:, :16], target), "weight"),
+        ((hidden, weight.view(-1), target), "weight"),
         ((hidden[0], weight, target), "hidden"),
     ):
         with pytest.raises(flce.ShapeError, match=f"{name} has shape"):
@@ -151,3 +152,14 @@ def test_operators_check_what_they_are_given(device: str, options: dict[str, Any
         )
     with pytest.raises(flce.ShapeError, match="bias has shape"):
         torch.ops.flce.linear_cross_entropy(hidden, weight, target, weight[:50, 0].contiguous(), *rest[1:])
+
+
+@pytest.mark.parametrize("name", ["teacher_ids", "teacher_probs"])
+def test_a_teacher_is_there_where_the_options_say_so(name: str) -> None:
+    problem = make_problem("cpu")
+    given = (problem.hidden.detach(), problem.weight.detach(), problem.target)
+    teacher = {"teacher_ids": torch.zeros(N, 2, dtype=torch.int64), "teacher_probs": torch.full((N, 2), 0.5)}
+    tensor = teacher.pop(name)
+    for options, there, says in (("", {name: tensor}, "given"), ("teacher_top_k=2", teacher, "absent")):
+        with pytest.raises(flce.ArgumentError, match=f"{name} is {says}, and the options say teacher_top_k={2 if options else 0}"):
+            torch.ops.flce.linear_cross_entropy(*given, None, None, None, options, -100, 2, 0, **there)
