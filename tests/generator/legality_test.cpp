@@ -58,12 +58,35 @@ TEST(Legality, CudaTiles_AreRefusedWithTheirReason) {
                        {"too many threads", [](Plan& p) { p.cuda.forward = {256, 256, 32, 2, 8, 8}; }, {"forward", "warps 8x8"}},
                        {"block of 96", [](Plan& p) { p.cuda.grad_weight.block_m = 96; }, {"grad_weight", "block 96x128"}},
                        {"block of 16", [](Plan& p) { p.cuda.grad_weight.block_n = 16; }, {"grad_weight", "block 128x16"}},
+                       {"block of 32", [](Plan& p) { p.cuda.forward = {32, 128, 32, 3, 1, 2}; }, {"forward", "block 32x128"}},
+                       {"warps of 8 rows", [](Plan& p) { p.cuda.forward = {64, 128, 32, 3, 8, 1}; }, {"forward", "warp", "8x128"}},
                        {"registers", [](Plan& p) { p.cuda.forward = {256, 256, 32, 2, 2, 2}; }, {"forward", "registers", "512"}},
                        {"block_k of 48", [](Plan& p) { p.cuda.forward.block_k = 48; }, {"forward", "block_k 48"}},
                        {"block_k of 16", [](Plan& p) { p.cuda.forward.block_k = 16; }, {"forward", "block_k 16"}},
                        {"one stage", [](Plan& p) { p.cuda.forward.stages = 1; }, {"forward", "stages 1"}},
                        {"shared memory", [](Plan& p) { p.cuda.forward = {128, 256, 64, 6, 2, 4}; }, {"forward", "shared memory", "232448"}},
                    });
+}
+
+TEST(Legality, HopperTiles_AreRefusedWithTheirReason) {
+    const Plan legal = choose_plan(parse_spec("D=2048,V=151936"), describe_device("h100"));
+    ASSERT_EQ(legal.path, PlanPath::cuda_sm90a);
+    const auto tall = [](Plan& p) {
+        p.cuda.grad_weight = {.block_m = 512, .block_n = 64, .block_k = 64, .stages = 2, .schedule = TileSchedule::together};
+    };
+    expect_reasons("D=2048,V=151936", "h100", legal,
+                   {
+                       {"two stages", [](Plan& p) { p.cuda.grad_hidden.stages = 2; }, {}},
+                       {"one stage", [](Plan& p) { p.cuda.grad_hidden.stages = 1; }, {"grad_hidden", "stages 1: 2 to 8"}},
+                       {"512 rows", tall, {"grad_weight", "block_m 512", "at most 256"}},
+                       {"96 rows", [](Plan& p) { p.cuda.dlogits.block_m = 96; }, {"dlogits", "block_m 96"}},
+                       {"96 columns", [](Plan& p) { p.cuda.dlogits.block_n = 96; }, {"dlogits", "block_n 96"}},
+                   });
+    for (const auto& [columns, reason] : {std::pair{100, "rows of 100"}, {104, ""}}) {
+        const Spec spec = parse_spec("D=64,layout=hidden_major,V=" + std::to_string(columns));
+        const Plan plan = choose_plan(parse_spec("D=64,layout=hidden_major,V=104"), describe_device("h100"));
+        EXPECT_THAT(illegal_reason(spec, describe_device("h100"), plan).value_or(""), HasSubstr(reason)) << columns;
+    }
 }
 
 TEST(Legality, CudaSizes_AreRefusedWithTheirReason) {
