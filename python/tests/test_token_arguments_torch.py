@@ -323,6 +323,7 @@ def test_kernels_are_found_by_name(device: str) -> None:
     assert all(key in named[1].spec for key in ("temperature", "token_weight", "dft", "outputs=loss+logprob+log_sum_sq_probs"))
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("reduction", ["none", "sum", "mean", "weighted_mean"])
 @pytest.mark.parametrize("options", [{}, {"z_loss": 1e-2, "label_smoothing": 0.1, "class_weight": True}], ids=["plain", "others"])
 @pytest.mark.parametrize("temperature", [0.7, "rows", "faulty rows"])
