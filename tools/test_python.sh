@@ -19,7 +19,7 @@ need() {
 
 # Patterns of the files of each group, a core's work for some minutes.
 declare -A groups=(
-    [adapters]="compat* causal_lms huggingface* patch lm_head"
+    [adapters]="compat* causal_lms huggingface* patch* lm_head"
     [engine]="engine*"
     [ranks]="tensor_parallel* pipeline compat_parallel"
     [engine_ranks]="engine_*_ranks"

@@ -8,17 +8,19 @@ imported when a model is at hand, not before.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
-import sys
+import threading
 import types
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from flce import _heads, errors
+from flce import _heads, _model_facts, errors
 from flce._replay import Recording
 from flce._shared_rows import SharedRows
 from flce.loss import say_once
@@ -27,16 +29,7 @@ from flce.loss import say_once
 _LOSS_ARGUMENTS = ("num_items_in_batch", "shift_labels", "return_dict")
 # Places by which loss functions of transformers shift labels.
 _SHIFTS = {"ForCausalLMLoss": 1, "ForMaskedLMLoss": 0}
-# Numbers of a config, or of a model, that its forward changes logits by, read at each call.
-_LOGIT_NUMBERS = (
-    "final_logit_softcapping",
-    "logits_soft_cap",
-    "output_logit_soft_cap",
-    "logit_scale",
-    "lm_head_multiplier",
-    "output_multiplier",
-    "logits_scaling",
-)
+_locks: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # by tap, which is copied with its model
 _KEEP = "keep the model's own loss, or give hidden states of your own to flce.LinearCrossEntropyLoss"
 
 
@@ -71,10 +64,10 @@ class HeadTap:
 
     def __init__(self, model: Any) -> None:
         self.own_loss: Any = getattr(model, "loss_function", None)
-        self.calls_loss_function = calls_loss_function(model)
+        self.calls_loss_function = _model_facts.calls_loss_function(model)
         # Places by which the model's own loss shifts labels; None where its name does not say so.
-        named = self.calls_loss_function and not has_encoder(model)
-        self.shift: int | None = _SHIFTS.get(_name_of_loss(self.own_loss)) if named else None
+        named = self.calls_loss_function and not _model_facts.has_encoder(model)
+        self.shift: int | None = _SHIFTS.get(_model_facts.name_of_loss(self.own_loss)) if named else None
         self.loss_type = getattr(model, "loss_type", None)  # the name by which transformers finds own_loss
         self.head: Any = None
         self.numbers: Any = None  # _LOGIT_NUMBERS, as they were compared
@@ -85,6 +78,7 @@ class HeadTap:
         self.arguments: dict[str, Any] = {}  # arguments of that call
         self.replayed: bool | None = None  # whether the loss function gives its loss in a replay, or 0; None outside of a replay
         self.active = False
+        self.thread = 0  # the thread that runs the step
         self.patch: Any = None  # the forward that flce.patch sets; None: it stops at the hidden states
         self.fused: Any = None  # from hidden states to the loss, computed in the output layer's forward, where its weight is gathered
         self.fused_loss: Tensor | None = None
@@ -118,8 +112,8 @@ class HeadTap:
         """Taps the output layer that the model has now. Comparisons are forgotten where the layer, or a number that changes its logits, is
         another one."""
         head = model.get_output_embeddings()
-        numbers = _logit_numbers(model)
-        beside = self.beside if torch.compiler.is_compiling() else _beside(model, head)
+        numbers = _model_facts.logit_numbers(model)
+        beside = self.beside if torch.compiler.is_compiling() else _model_facts.beside(model, head)
         if head is self.head and numbers == self.numbers and beside == self.beside:
             return
         self.head, self.numbers, self.beside, self.kinds = head, numbers, beside, ()
@@ -130,14 +124,19 @@ class HeadTap:
         head.__dict__["_flce_taps"] = (*(tap for tap in taps if tap is not self), self)
         head.forward = _bound(_head_forward, head)
 
+    def alone(self) -> Any:
+        """A context in which no other thread runs a step of the model: what a step keeps is the tap's."""
+        return contextlib.nullcontext() if torch.compiler.is_compiling() else _locks.setdefault(self, threading.RLock())
+
     def to_hidden_states(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         """The forward of a training step, to the hidden states."""
         if args:
             bound = inspect.signature(type(model).forward).bind_partial(model, *args).arguments
             kwargs.update(list(bound.items())[1:])
-        self.attach(model)
-        self.kind = kind_of(model, kwargs)
-        return self._stopped(model, kwargs) if self.kind in self.kinds else self._recorded(model, kwargs)
+        with self.alone():
+            self.attach(model)
+            self.kind = _model_facts.kind_of(model, kwargs)
+            return self._stopped(model, kwargs) if self.kind in self.kinds else self._recorded(model, kwargs)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _recorded(self, model: Any, kwargs: dict[str, Any]) -> Any:
@@ -151,7 +150,7 @@ class HeadTap:
             kwargs.pop(name, None)
         asks = self.calls_loss_function
         if asks:
-            labels = _labels_of_nothing(model, kwargs) if labels is None else labels
+            labels = _model_facts.labels_of_nothing(model, kwargs) if labels is None else labels
             asks = isinstance(labels, Tensor)
             kwargs |= {"labels": labels} if asks else {}
         if self.calls_loss_function and getattr(model, "loss_type", None) != self.loss_type:
@@ -159,7 +158,14 @@ class HeadTap:
                 f"the loss_type of {type(model).__name__} is {model.loss_type!r} and was {self.loss_type!r} when the model was prepared, "
                 "whose loss this is: set it before flce.patch or return_hidden_states"
             )
+        if self.calls_loss_function and not torch.compiler.is_compiling() and model.loss_function != self.loss_function:
+            raise errors.ArgumentError(
+                f"the loss_function of {type(model).__name__} has been set since the model was prepared, whose loss this is: set it before "
+                "flce.patch or return_hidden_states"
+            )
         self.hidden, self.losses_asked, self.active = [], 0, True
+        self.probe = self.probe_plain = None  # of a step that ended early
+        self.thread = 0 if torch.compiler.is_compiling() else threading.get_ident()
         try:
             outputs = _own_forward(model, return_dict=True, **kwargs)
         finally:
@@ -197,7 +203,7 @@ class HeadTap:
         if self.fused is not None:
             self.logits = logits
         fields = {name: value for name, value in outputs.items() if name not in ("loss", "logits") and value is not None}
-        if not asked and (found := losses_beside(fields)):
+        if not asked and (found := _model_facts.losses_beside(fields)):
             raise errors.ArgumentError(
                 f"{type(model).__name__} returns {', '.join(found)}, but with what weight its loss contains that is not known: switch it "
                 f"off (output_router_logits=False), or {_KEEP}"
@@ -253,28 +259,6 @@ def _bound(function: Any, module: Any, unwrapped: Any = None) -> Any:
     return types.MethodType(copies[0], module)
 
 
-def losses_beside(outputs: Mapping[str, Any]) -> list[str]:
-    """Names of outputs that are losses beside the loss itself; a number 0 is none."""
-    return [name for name, value in outputs.items() if name != "loss" and name.endswith("loss") and isinstance(value, Tensor)]
-
-
-def kind_of(model: Any, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Names of a call's arguments, whether it trains, and whether it has several sequences: calls alike in these are compared once."""
-    names = [name if not isinstance(value, bool) else f"{name}={value}" for name, value in arguments.items() if value is not None]
-    tokens = next((value for value in arguments.values() if isinstance(value, Tensor) and value.dim() > 1), None)
-    return (model.training, tokens is not None and tokens.shape[0] > 1, *names)
-
-
-def _labels_of_nothing(model: Any, arguments: Mapping[str, Any]) -> Tensor | None:
-    """Labels that count for nothing, where a caller has none, so that the model asks for its loss. An encoder's tokens are not those of
-    labels."""
-    tokens: Any = arguments.get("input_ids")
-    tokens = arguments.get("inputs_embeds") if tokens is None else tokens
-    if not isinstance(tokens, Tensor) or has_encoder(model):
-        return None
-    return torch.full(tokens.shape[:2], -100, dtype=torch.int64, device=tokens.device)
-
-
 def _own_forward(module: Any, *args: Any, **kwargs: Any) -> Any:
     own = module.__dict__["_flce_own_forward"]  # None: the class's
     return type(module).forward(module, *args, **kwargs) if own is None else own(*args, **kwargs)
@@ -307,7 +291,8 @@ def _replicate_for_data_parallel(model: Any) -> Any:
 
 
 def _head_forward(head: Any, *args: Any, **kwargs: Any) -> Any:
-    active = [tap for tap in head._flce_taps if tap.active and tap.head is head]
+    thread = 0 if torch.compiler.is_compiling() else threading.get_ident()
+    active = [tap for tap in head._flce_taps if tap.active and tap.head is head and (not thread or tap.thread in (0, thread))]
     if not active:
         return _own_forward(head, *args, **kwargs)
     tap: HeadTap = active[0]
@@ -336,6 +321,7 @@ def _head_forward(head: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _probe(tap: HeadTap, head: Any, hidden: Tensor) -> Tensor:
     """The output layer's answer to two rows a sequence, which the tap keeps. An adapter's dropout is a loss's; these rows have none."""
+    _heads.refuse_other_steps(head)
     dropouts = [module for module in head.modules() if isinstance(module, nn.Dropout) and module.training]
     for module in dropouts:
         module.training = False
@@ -353,46 +339,6 @@ def _probe(tap: HeadTap, head: Any, hidden: Tensor) -> Tensor:
     finally:
         for module in dropouts:
             module.training = True
-
-
-def _name_of_loss(function: Any) -> str:
-    """Name of a loss function that is transformers' own; another's name says nothing."""
-    code = getattr(function, "__code__", None)
-    defining = sys.modules.get("transformers.loss.loss_utils")
-    is_own = code is not None and defining is not None and code.co_filename == defining.__file__
-    return str(function.__name__) if is_own else ""
-
-
-def _logit_numbers(model: Any) -> tuple[Any, ...]:
-    config = getattr(model, "config", None)
-    config = getattr(config, "get_text_config", lambda: config)()
-    values = [getattr(holder, name, None) for holder in (config, model) for name in _LOGIT_NUMBERS]
-    return tuple([value if isinstance(value, (int, float)) else None for value in values])
-
-
-def _beside(model: Any, head: Any) -> tuple[Any, ...]:
-    """Hooks that may change what the output layer gives, and buffers that the model's forward may add to it."""
-    return len(head._forward_hooks), [id(buffer) for buffer in model._buffers.values()]
-
-
-def calls_loss_function(model: Any) -> bool:
-    """Whether the model's forward, or one that it calls by super(), asks model.loss_function for its loss."""
-    forwards = [c.__dict__["forward"] for c in type(model).__mro__ if "forward" in c.__dict__ and c is not nn.Module]
-    for code in [getattr(inspect.unwrap(forward), "__code__", None) for forward in forwards]:
-        if code is None or "loss_function" in code.co_names:
-            return code is not None
-        if "__class__" not in code.co_freevars:
-            break
-    return False
-
-
-def has_encoder(model: Any) -> bool:
-    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
-
-
-def reads_labels(model: Any, arguments: Mapping[str, Any]) -> bool:
-    """Whether a decoder reads what the model makes of labels."""
-    return has_encoder(model) and all(arguments.get(name) is None for name in ("decoder_input_ids", "decoder_inputs_embeds"))
 
 
 def install(model: Any) -> None:
@@ -487,7 +433,7 @@ def _restore_rest(model: Any, tap: HeadTap) -> None:
         del model._forward_pre_hooks[key]
         model._forward_pre_hooks_with_kwargs.pop(key, None)
     model.__dict__.pop("_replicate_for_data_parallel", None)
-    if tap.calls_loss_function:
+    if tap.calls_loss_function and getattr(model.loss_function, "__func__", None) is HeadTap.loss_function:  # else somebody has set another
         model.loss_function = tap.own_loss
         if not tap.own_loss_name:
             model.__dict__.pop("_loss_function", None)

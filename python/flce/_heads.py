@@ -244,6 +244,24 @@ def refuse_fsdp1(head: Any) -> None:
         )
 
 
+def refuse_other_steps(head: Any) -> None:
+    """Raises ArgumentError for what the layer does in a training step and no product of its weight shows: dropout of its own, hooks on
+    the gradient of its output, which has no logits here, and a parametrization that goes on with every reading of the weight."""
+    dropouts = [name for name, module in head.named_modules() if isinstance(module, nn.Dropout) and module.p > 0 and "lora_" not in name]
+    parametrizations = [
+        type(each).__name__ for module in head.modules() for listed in getattr(module, "parametrizations", {}).values() for each in listed
+    ]
+    what = None
+    if dropouts:
+        what = f"a dropout inside ({dropouts[0]}), which would be left out: have it before the output layer"
+    elif head._backward_pre_hooks:
+        what = "a full backward pre-hook, which would be given no gradient of logits: have a hook on the hidden states or the weight"
+    elif "_SpectralNorm" in parametrizations:
+        what = "a spectral norm, whose estimate goes on each time that the weight is read: remove the parametrization"
+    if what is not None:
+        raise errors.ArgumentError(f"the output layer, a {type(head).__name__}, has {what}")
+
+
 def _refuse_ungathered(head: Any, adapters: list[str]) -> None:
     """Raises PlacementError where ZeRO-3 has not gathered what the product is read from."""
     named = {"weight": weight_of(head), "bias": bias_of(head)}

@@ -55,6 +55,7 @@ class Question(NamedTuple):
     decoder: bool  # whether its decoder reads what is made of labels
     shift: int  # the shift that is tried first
     by_hand: bool  # the caller has said so
+    special: tuple[int, ...] = ()  # classes that the loss may treat in a way of their own
 
 
 def find(question: Question) -> tuple[Meaning, Tensor]:
@@ -78,8 +79,9 @@ def _cases(question: Question) -> list[_Case]:
     cases = [_Case("these labels", {}, labels, question.aligned)]
     if labels.dim() != 2 or labels.numel() == 0:
         return cases
-    tokens = torch.arange(labels.numel(), device=labels.device, dtype=labels.dtype).reshape(labels.shape) % 7
-    tokens = torch.where(tokens == ignored, 7, tokens)
+    classes = [number for number in dict.fromkeys((*question.special, *range(7))) if number != ignored]
+    tokens = torch.arange(labels.numel(), device=labels.device).reshape(labels.shape) % len(classes)
+    tokens = torch.tensor(classes, device=labels.device, dtype=labels.dtype)[tokens]
     partly = tokens.clone()
     partly[0, labels.shape[1] // 2 :] = ignored
     cases.append(_changed("labels of which half a sequence is ignored", question, partly))

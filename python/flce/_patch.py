@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flce import _head_tap, errors
-from flce._head_tap import has_encoder
+from flce import _head_tap, _model_facts, errors
+from flce._model_facts import has_encoder
 from flce.huggingface import CausalLMLoss, causal_lm_of, check_labels_shape, check_model, return_hidden_states
 from flce.loss import OF_TRAINING, say_once
 
@@ -44,13 +44,17 @@ class _Patch:
             return _head_tap._own_forward(model, **kwargs)
         if not isinstance(labels, Tensor):
             raise errors.DTypeError(f"labels is a {type(labels).__name__}; it must be a tensor [batch, sequence]")
-        compared = self.loss.has_compared(_head_tap.kind_of(model, kwargs))
-        return (self._fused if compared else self._compared)(model, labels, kwargs, trains=trains)
+        compared = self.loss.has_compared(_model_facts.kind_of(model, kwargs))
+        return (self._step if compared else self._compared)(model, labels, kwargs, trains=trains)
+
+    def _step(self, model: Any, labels: Tensor, kwargs: dict[str, Any], *, trains: bool) -> Any:
+        with _head_tap.of(model).alone():  # type: ignore[union-attr]
+            return self._fused(model, labels, kwargs, trains=trains)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _compared(self, model: Any, labels: Tensor, kwargs: dict[str, Any], *, trains: bool) -> Any:
         """The step, with the comparison inside it."""
-        return self._fused(model, labels, kwargs, trains=trains)
+        return self._step(model, labels, kwargs, trains=trains)
 
     def _compare(self, tap: Any, hidden: Tensor, kwargs: dict[str, Any], ignored: int | None) -> None:
         """Compares loss and logits with the model's own, on its modules' results in this step, before the step's loss is computed."""
@@ -101,7 +105,7 @@ class _Patch:
 def _with_decoder_input_ids(model: Any, labels: Tensor, given: dict[str, Any]) -> dict[str, Any]:
     """`given`, with what the decoder reads where the model makes that of labels, and its forward is not given labels. The first step
     compares it with what the model makes of them."""
-    if not _head_tap.reads_labels(model, given) or _head_tap.of(model).calls_loss_function:  # type: ignore[union-attr]
+    if not _model_facts.reads_labels(model, given) or _head_tap.of(model).calls_loss_function:  # type: ignore[union-attr]
         return given
     return {**given, "decoder_input_ids": _decoder_input_ids(model, labels)}
 
@@ -117,7 +121,7 @@ def _decoder_input_ids(model: Any, labels: Tensor) -> Tensor:
 
 def _makes_decoder_input_ids(model: Any) -> bool:
     own = getattr(model, "prepare_decoder_input_ids_from_labels", None) or _own_shifting_function(model)
-    return own is not None or _head_tap.calls_loss_function(model)
+    return own is not None or _model_facts.calls_loss_function(model)
 
 
 def _own_shifting_function(model: Any) -> Any:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flce import _arguments, _chunked, _head_tap, _heads, _own_loss, _zero3, errors
+from flce import _arguments, _chunked, _head_tap, _heads, _model_facts, _own_loss, _zero3, errors
 from flce._own_loss import Meaning
 from flce._shared_rows import SharedRows
 from flce._targets import shift_labels
@@ -268,7 +268,7 @@ class CausalLMLoss:
         rows = own.detach().reshape(-1, 2, own.shape[-1])[:_MOST_SEQUENCES].transpose(0, 1).flatten(0, 1)
         positions = torch.arange(shape.numel(), device=rows.device) % (rows.shape[0] // 2)
         logits = SharedRows(rows, positions.reshape(shape), own.dtype)
-        first = tap.shift if tap.shift is not None else int(not _head_tap.has_encoder(self._model))
+        first = tap.shift if tap.shift is not None else int(not _model_facts.has_encoder(self._model))
         question = _own_loss.Question(
             type(self._model).__name__,
             lambda changes, counts: tap.replay(self._model, arguments, logits, changes, counts),
@@ -278,9 +278,10 @@ class CausalLMLoss:
             aligned,
             arguments.get("num_items_in_batch"),
             _IGNORED if ignore_index is None else ignore_index,
-            _head_tap.reads_labels(self._model, arguments),
+            _model_facts.reads_labels(self._model, arguments),
             self.loss.shift if self._shift_given else first,
             self._shift_given,
+            _model_facts.special_classes(self._model, logits.shape[-1]),
         )
         meaning, made = _own_loss.find(question)
         self.loss, self._shift_known = self.loss.with_shift(meaning.shift), True

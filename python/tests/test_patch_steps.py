@@ -1,0 +1,160 @@
+"""Steps of a patched model after its first: what has changed since is compared again or refused, and nothing of a step that failed, or of
+another thread's, is left."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+import flce
+
+transformers = pytest.importorskip("transformers")
+
+VOCAB_SIZE = 97
+
+
+def llama() -> Any:
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=VOCAB_SIZE, max_position_embeddings=64, **sizes)).train()
+
+
+def tokens(batch: int = 2, length: int = 8, seed: int = 1) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(7, VOCAB_SIZE - 1, (batch, length), generator=generator)
+
+
+def loss_of(model: Any, ids: Tensor, **arguments: Any) -> float:
+    return float(model(input_ids=ids, labels=arguments.pop("labels", ids), **arguments).loss)
+
+
+class DroppingHead(nn.Linear):
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__(*weight.shape[::-1], bias=False)
+        self.weight, self.drop = weight, nn.Dropout(0.3)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(self.drop(input))
+
+
+def dropping(model: Any) -> None:
+    model.lm_head = DroppingHead(model.lm_head.weight)
+
+
+def doubling(model: Any) -> None:
+    model.lm_head.register_full_backward_pre_hook(lambda module, gradients: (gradients[0] * 2,))
+
+
+def normalised(model: Any) -> None:
+    parametrizations.spectral_norm(model.lm_head)
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["before", "after a step"])
+@pytest.mark.parametrize(
+    ("change", "says"), [(dropping, "a dropout inside"), (doubling, "a full backward pre-hook"), (normalised, "a spectral norm")]
+)
+def test_what_an_output_layer_does_in_a_step_is_refused(change: Any, says: str, before: bool) -> None:
+    model = llama()
+    if before:
+        change(model)
+    flce.patch(model)
+    if not before:
+        loss_of(model, tokens())
+        change(model)
+    with pytest.raises(flce.ArgumentError, match=says):
+        loss_of(model, tokens())
+
+
+def test_a_buffer_that_is_written_to_is_compared_again() -> None:
+    sizes = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
+    config = transformers.BartConfig(vocab_size=VOCAB_SIZE, encoder_ffn_dim=48, decoder_ffn_dim=48, dropout=0.0, **sizes)
+    model = transformers.BartForConditionalGeneration(config).train()
+    own = copy.deepcopy(model)
+    flce.patch(model)
+    assert loss_of(model, tokens()) == pytest.approx(loss_of(own, tokens()), rel=1e-5)
+    state = {**own.state_dict(), "final_logits_bias": torch.linspace(-3, 3, VOCAB_SIZE)[None]}
+    for each in (model, own):
+        each.load_state_dict(state)
+    with pytest.raises(flce.ArgumentError, match="logits"):
+        loss_of(model, tokens())
+
+
+@pytest.mark.parametrize("special", [VOCAB_SIZE - 1, 2], ids=["the last class", "the config's eos"])
+def test_a_loss_that_leaves_a_class_out_is_refused_at_the_first_step(special: int) -> None:
+    model = llama()
+    model.config.eos_token_id = 2
+    own = model.loss_function
+
+    def without(logits: Tensor, labels: Tensor, vocab_size: int, **more: Any) -> Any:
+        return own(logits, labels.masked_fill(labels == special, -100), vocab_size, **more)
+
+    model.loss_function = without
+    flce.patch(model)
+    with pytest.raises(flce.ArgumentError, match="loss"):
+        loss_of(model, tokens())
+
+
+def test_a_step_that_failed_leaves_nothing() -> None:
+    model, ids = llama(), tokens()
+    flce.patch(model)
+    first = loss_of(model, ids)
+    with pytest.raises(flce.ShapeError):
+        loss_of(model, ids, labels=ids[:, :5], attention_mask=torch.ones_like(ids))
+    assert loss_of(model, ids) == first
+    assert loss_of(model, ids, attention_mask=torch.ones_like(ids)) == pytest.approx(first, rel=1e-6)
+
+
+def test_a_loss_function_that_is_set_later_is_refused_and_kept() -> None:
+    model = llama()
+    flce.patch(model)
+    loss_of(model, tokens())
+
+    def later(*_: Any, **__: Any) -> Tensor:
+        return torch.zeros(())
+
+    model.loss_function = later
+    with pytest.raises(flce.ArgumentError, match="loss_function of LlamaForCausalLM has been set since"):
+        loss_of(model, tokens())
+    flce.unpatch(model)
+    assert model.loss_function is later and loss_of(model, tokens()) == 0
+
+
+def test_threads_take_turns_with_a_model() -> None:
+    model, batches = llama(), [tokens(seed=seed) for seed in range(4)]
+    own = [loss_of(model, ids) for ids in batches]
+    flce.patch(model)
+    loss_of(model, batches[0])
+    wrong: list[str] = []
+
+    def steps(number: int) -> None:
+        try:
+            for _ in range(10):
+                if number == 0:
+                    with torch.no_grad():
+                        assert model(input_ids=batches[0]).logits.shape[-1] == VOCAB_SIZE
+                assert loss_of(model, batches[number]) == pytest.approx(own[number], rel=1e-5)
+        except Exception as error:
+            wrong.append(repr(error))
+
+    threads = [threading.Thread(target=steps, args=(number,)) for number in range(len(batches))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_compiled_for_several_batch_sizes(dynamic: bool | None) -> None:
+    model = llama()
+    own = {batch: loss_of(model, tokens(batch)) for batch in (1, 2, 3)}
+    flce.patch(model)
+    compiled = torch.compile(model, backend="aot_eager", dynamic=dynamic)
+    for batch in (2, 2, 3, 1, 3):
+        assert loss_of(compiled, tokens(batch)) == pytest.approx(own[batch], rel=1e-5)
