@@ -130,9 +130,7 @@ class HeadTap:
 
     def to_hidden_states(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         """The forward of a training step, to the hidden states."""
-        if args:
-            bound = inspect.signature(type(model).forward).bind_partial(model, *args).arguments
-            kwargs.update(list(bound.items())[1:])
+        kwargs.update(_model_facts.named_arguments(model, args))
         with self.alone():
             self.attach(model)
             self.kind = _model_facts.kind_of(model, kwargs)
@@ -164,7 +162,7 @@ class HeadTap:
                 "flce.patch or return_hidden_states"
             )
         self.hidden, self.losses_asked, self.active = [], 0, True
-        self.probe = self.probe_plain = None  # of a step that ended early
+        self.probe = self.probe_plain = None  # rows of a step that ended early go
         self.thread = 0 if torch.compiler.is_compiling() else threading.get_ident()
         try:
             outputs = _own_forward(model, return_dict=True, **kwargs)

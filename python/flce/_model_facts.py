@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flce import errors
+
 # Numbers of a config, or of a model, that its forward changes logits by, read at each call.
 _LOGIT_NUMBERS = (
     "final_logit_softcapping",
@@ -35,6 +37,22 @@ def kind_of(model: Any, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
     # A word, and no comparison of sizes: where a compiler has a symbol for the size, the branch is what it guards.
     sequences = "several" if tokens is not None and tokens.shape[0] > 1 else "one"
     return (model.training, sequences, *names)
+
+
+def named_arguments(model: Any, args: tuple[Any, ...]) -> dict[str, Any]:
+    """Arguments by the names that the model's forward gives them; a forward of (*args, **kwargs) hands them on to its base class's. Raises
+    ArgumentError where no forward names them."""
+    if not args:
+        return {}
+    for each in type(model).__mro__:
+        if "forward" not in each.__dict__:
+            continue
+        signature = inspect.signature(each.__dict__["forward"])
+        if all(parameter.kind is not parameter.VAR_POSITIONAL for parameter in signature.parameters.values()):
+            return dict(list(signature.bind_partial(model, *args).arguments.items())[1:])
+    raise errors.ArgumentError(
+        f"the forward of {type(model).__name__} does not name its arguments; call the model with names (input_ids=…)"
+    )
 
 
 def labels_of_nothing(model: Any, arguments: Mapping[str, Any]) -> Tensor | None:

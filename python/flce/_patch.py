@@ -29,9 +29,7 @@ class _Patch:
             )
 
     def __call__(self, model: Any, *args: Any, **kwargs: Any) -> Any:
-        if args:
-            bound = inspect.signature(type(model).forward).bind_partial(model, *args).arguments
-            kwargs.update(list(bound.items())[1:])
+        kwargs.update(_model_facts.named_arguments(model, args))
         labels = kwargs.get("labels")
         trains = model.training and torch.is_grad_enabled()
         if labels is None or (self.training_logits if trains else self.evaluation_logits):

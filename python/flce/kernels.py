@@ -24,6 +24,8 @@ def _device(given: torch.device | str | int | None) -> torch.device:
         raise errors.PlacementError(
             f"device is {given!r}; allowed are cpu, cuda, cuda:N, a number of a GPU, a torch.device and None"
         ) from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise errors.UnavailableError(f"device is {given!r}, and torch sees no GPU here; `flce explain --device h100` needs none")
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     if device.type not in ("cpu", "cuda"):

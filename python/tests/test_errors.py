@@ -395,3 +395,21 @@ def test_a_tensor_that_lies_over_ranks_is_refused_without_a_group(name: str) -> 
             call(**{name: DTensor.from_local(given, init_device_mesh("cpu", (1,)))})
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
+def test_a_gpu_that_is_not_there_is_said_by_flce() -> None:
+    for ask in (lambda: flce.explain(64, 1000, device="cuda"), lambda: flce.get_kernel(64, 1000, device="cuda:0")):
+        with pytest.raises(flce.UnavailableError, match="torch sees no GPU here"):
+            ask()
+
+
+def test_the_abi_version_is_one_number() -> None:
+    root = Path(__file__).resolve().parents[2]
+    number = _native.ABI_VERSION
+    for page, says in (
+        ("runtime/include/flce/flce.h", f"#define FLCE_ABI_VERSION {number}\n"),
+        ("docs/versions.md", f"| ABI version, {number} |"),
+        ("CHANGELOG.md", f"ABI version {number})"),
+    ):
+        assert says in (root / page).read_text(encoding="utf-8"), page

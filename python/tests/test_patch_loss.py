@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import flce
+from flce import _own_loss
 from flce._shared_rows import SharedRows
 
 transformers = pytest.importorskip("transformers")
@@ -375,3 +376,30 @@ def test_what_does_nothing_is_said_once(caplog: pytest.LogCaptureFixture, monkey
         model(**tokens)
     said = [record.getMessage() for record in caplog.records if record.name == "flce"]
     assert len(said) == 2 and "label_smoothing_factor" in said[0] and "flce.trl.patch()" in said[1]
+
+
+def question_of(outputs: dict[str, Any], labels: Tensor) -> Any:
+    return _own_loss.Question("Model", lambda changes, counts: outputs, False, {}, labels, None, None, -100, False, 1, False)
+
+
+def test_a_forward_without_a_loss_or_logits_to_follow_is_refused() -> None:
+    labels, rows = torch.zeros(2, 4, dtype=torch.int64), torch.randn(2, VOCAB_SIZE)
+    logits = SharedRows(rows, torch.zeros(2, 4, dtype=torch.int64), torch.float32)
+    case = _own_loss._Case("these labels", {}, labels, None)
+    for outputs, says in (
+        ({"loss": torch.ones(2), "logits": logits}, r"gives no loss for labels \[2, 4\]"),
+        ({"loss": None, "logits": logits}, "gives no loss"),
+        ({"loss": torch.ones(()), "logits": rows}, "gives a Tensor for them"),
+    ):
+        with pytest.raises(flce.ArgumentError, match=says):
+            _own_loss._loss(question_of(outputs, labels), case)
+    # Labels that are not one for each position have no sequences to take means of.
+    loss = _own_loss._loss(question_of({"loss": torch.ones(()), "logits": logits}, labels[:, :3]), case._replace(labels=labels[:, :3]))
+    assert not _own_loss._is_mean_of_sequences(question_of({}, labels), [loss], 1)
+
+
+def test_no_number_is_like_no_number_alone() -> None:
+    nan = float("nan")
+    assert _own_loss._alike(nan, nan)
+    assert not _own_loss._alike(nan, 1.0) and not _own_loss._alike(1.0, nan)
+    assert _own_loss._alike(1.0, 1.0 + 5e-6) and not _own_loss._alike(1.0, 1.0 + 2e-5)

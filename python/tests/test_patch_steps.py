@@ -31,7 +31,7 @@ def tokens(batch: int = 2, length: int = 8, seed: int = 1) -> Tensor:
 
 
 def loss_of(model: Any, ids: Tensor, **arguments: Any) -> float:
-    return float(model(input_ids=ids, labels=arguments.pop("labels", ids), **arguments).loss)
+    return float(model(input_ids=ids, labels=arguments.pop("labels", ids), **arguments).loss.detach())
 
 
 class DroppingHead(nn.Linear):
@@ -158,3 +158,15 @@ def test_compiled_for_several_batch_sizes(dynamic: bool | None) -> None:
     compiled = torch.compile(model, backend="aot_eager", dynamic=dynamic)
     for batch in (2, 2, 3, 1, 3):
         assert loss_of(compiled, tokens(batch)) == pytest.approx(own[batch], rel=1e-5)
+
+
+class AnyArguments(transformers.LlamaForCausalLM):  # type: ignore[misc,name-defined]
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(*args, **kwargs)
+
+
+def test_a_forward_that_hands_its_arguments_on_takes_them_by_place() -> None:
+    model = AnyArguments(llama().config).train()
+    own = float(model(tokens(), labels=tokens()).loss.detach())
+    flce.patch(model)
+    assert float(model(tokens(), labels=tokens()).loss.detach()) == pytest.approx(own, rel=1e-5)
