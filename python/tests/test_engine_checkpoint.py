@@ -457,6 +457,7 @@ def test_a_killed_run_leaves_no_half_file_and_the_next_succeeds(large: Path, tmp
     shutil.rmtree(tmp_path / "out")
 
 
+@pytest.mark.full
 def test_help_tells_both_directions() -> None:
     ended = command("--help")
     assert ended.returncode == 0

@@ -258,6 +258,7 @@ def test_outputs_that_cannot_be_compared_are_refused() -> None:
         CausalLMLoss(model, impl="flce")(model(**batch), None)
 
 
+@pytest.mark.full
 def test_the_submodule_is_there_without_an_import_of_it() -> None:
     absent = "assert 'transformers' not in sys.modules"
     code = f"import sys, flce; {absent}; flce.huggingface.CausalLMLoss; {absent}"

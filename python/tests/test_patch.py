@@ -218,6 +218,7 @@ def test_trainer(tmp_path: Path, accumulation: int) -> None:
     assert losses == pytest.approx(expected, rel=1e-4) and evaluation == pytest.approx(expected_eval, rel=1e-4)
 
 
+@pytest.mark.full
 def test_checkpointed_and_compiled() -> None:
     own = tiny_model().train()
     mine = flce.patch(copy.deepcopy(own))

@@ -150,6 +150,7 @@ def test_threads_take_turns_with_a_model() -> None:
     assert not wrong
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_compiled_for_several_batch_sizes(dynamic: bool | None) -> None:
     model = llama()

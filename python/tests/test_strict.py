@@ -72,6 +72,7 @@ def test_strict_never_compiles_and_names_the_command(tmp_path: Path) -> None:
     assert "flce prewarm --spec 'D=72,V=91,dtype=fp32,softcap=30' --device " in miss
 
 
+@pytest.mark.full
 def test_switch_for_the_whole_process(tmp_path: Path) -> None:
     warm, miss, spec, compiled, as_before = lines(SWITCH, FLCE_CACHE_DIR=str(tmp_path), FLCE_STRICT="0")
     assert warm == compiled == as_before == "computed"

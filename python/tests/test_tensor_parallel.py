@@ -31,6 +31,7 @@ def test_shards_equal_the_whole_layer(device: str, ranks: int, cases: int) -> No
     assert passed("tensor_parallel_worker.py", str(ranks), device) == {ranks: cases - of_the_cpu}
 
 
+@pytest.mark.full
 def test_compiled_and_dtensors(device: str) -> None:
     ranks = 2 if device == "cpu" else 1
     assert passed("tensor_parallel_compile_worker.py", str(ranks), device) == {ranks: 21}

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from levels import by_ranks
 from rank_support import cases_passed
 from test_pipeline import launch
@@ -21,6 +22,7 @@ def test_ranks_left_alone_get_an_error_within_the_timeout() -> None:
     assert "rank 0 went on" in ranks_that_end("ranks_die", 3)
 
 
+@pytest.mark.full
 def test_a_group_made_again_is_another_one() -> None:
     output = ranks_that_end("a_group_made_again", 2)
     assert "rank 0 went on" in output and "rank 1 went on" in output

@@ -342,7 +342,7 @@ def test_opcheck(device: str, target: bool) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, EVERYTHING], ids=["plain", "everything"])
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.full)])
 def test_compiled_matches_fp64(device: str, backend: str, options: dict[str, Any]) -> None:
     torch._dynamo.reset()
     compiled = torch.compile(flce.linear_topk_distillation, fullgraph=True, backend=backend)

@@ -19,7 +19,7 @@ namespace {
 
 using Parameters = std::tuple<Target, DType, WeightLayout, OptionSet>;
 
-constexpr std::size_t kTurns = 3;
+constexpr std::size_t kTurns = 6;
 
 // Takes each value of a remainder of 6 once for an option, over dtypes and layouts, and once for these, over six options.
 std::size_t combination_of(const Parameters& parameters) {

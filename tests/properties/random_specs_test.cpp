@@ -17,7 +17,7 @@ class RandomSpecs : public testing::TestWithParam<std::tuple<Target, std::uint64
 TEST_P(RandomSpecs, CompileAndStayWithinBounds) {
     const auto [target, part] = GetParam();
     FLCE_REQUIRE_TARGET(target);
-    for (std::uint64_t i = 0; i < (kSanitized || level() == Level::quick ? 6 : kSpecsOfOneTest); ++i) {
+    for (std::uint64_t i = 0; i < (kSanitized || level() == Level::quick ? 3 : kSpecsOfOneTest); ++i) {
         const std::uint64_t seed = 1000 + part * kSpecsOfOneTest + i;
         Draw draw(seed);
         Spec spec = random_spec(draw);
