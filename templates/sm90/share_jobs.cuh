@@ -35,10 +35,6 @@ struct ShareJobs {
     int stretches;
 
     __device__ __forceinline__ unsigned* owner(int share) const { return reinterpret_cast<unsigned*>(tickets + 1) + share; }
-    /// Warps that have written a stretch of a share which several clusters work on.
-    static __device__ __forceinline__ unsigned* done(ShareTickets* tickets, int shares, int share) {
-        return reinterpret_cast<unsigned*>(tickets + 1) + shares + share;
-    }
 
     __device__ __forceinline__ unsigned first(int cluster) const {
         if (tickets == nullptr) return ShareJob::own(cluster);
@@ -66,6 +62,33 @@ struct ShareJobs {
         if (ptx::atom_relaxed_gpu_add(&tickets->tickets.left, 1u) != static_cast<unsigned>(shares) - 1) return;
         *tickets = {};
         for (int share = 0; share < shares; ++share) *owner(share) = kFree;
+    }
+};
+
+/// Order of the stretches of a share that several clusters work on: each is added to the sums of the stretches before, so that the result
+/// does not depend on how many clusters worked on the share.
+struct StretchOrder {
+    unsigned* done;  ///< warps that have written a stretch of the share
+    ShareJob job;    ///< the stretch at hand
+    unsigned warps;  ///< warps that write a stretch
+    int lane;
+
+    __device__ __forceinline__ StretchOrder(ShareTickets* tickets, int shares, ShareJob job_, unsigned warps_, int lane_)
+        : done(reinterpret_cast<unsigned*>(tickets + 1) + shares + job_.share()), job(job_), warps(warps_), lane(lane_) {}
+    /// Waits until the stretches before are written.
+    __device__ __forceinline__ void wait() const {
+        if (lane == 0) {
+            while (ptx::ld_acquire_gpu(done) < static_cast<unsigned>(job.stretch()) * warps) {
+            }
+        }
+        __syncwarp();
+    }
+    /// Tells that the warp has written its rows.
+    __device__ __forceinline__ void tell(bool is_last) const {
+        __syncwarp();
+        if (lane != 0) return;
+        const unsigned before = ptx::atom_release_gpu_add(done, 1u);
+        if (is_last && before + 1 == static_cast<unsigned>(job.stretch() + 1) * warps) *done = 0u;  // for the next launch
     }
 };
 

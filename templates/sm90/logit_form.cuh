@@ -1,9 +1,25 @@
-// Sums and retained exponentials that a thread of cuda_sm90a's forward makes of a row's logits.
+// Forms of logits in cuda_sm90a's forward: what a logit is in the accumulators, and how a thread adds up a row's and makes the exponentials
+// that are retained. A form has
+//
+//     enum : int { kPieces, kColumnPieces };                     of the accumulators
+//     static RowSums nothing();                                  sums of no logit
+//     void make(place, tile, c, weighted);                       products become logits; weighted += Σ c_j·z_j, with label smoothing
+//     float logit(float c);                                      logit that an accumulator tells
+//     void reduce(c, place, tile, sums, sink);                   a tile to the sums; its exponentials to the sink
+//     RowSums whole(sums, sink, row);                            a row's sums, relative to its largest logit
 #pragma once
 
-#include "flce/common/logit_epilogue.cuh"
+#include "flce/sm90/exponential_sink.cuh"
+#include "flce/sm90/forward_sums.cuh"
 
 namespace flce {
+
+/// Place of a tile of logits.
+struct LogitTile {
+    int first_column;  ///< class of its first column
+    int first_row;     ///< among the launch's rows
+    int part;          ///< part of the share
+};
 
 /// Factor of a retained exponential: the derivative of its logit, where derivatives differ from class to class.
 template <class Problem>
@@ -24,9 +40,80 @@ struct NothingStored {
     __device__ __forceinline__ float times(float exponential, float /*logit*/) const { return exponential; }
 };
 
-/// Reduction of a row of which a thread has kColumnPieces pairs of columns, in c[·][2·h] and c[·][2·h + 1].
-template <class Problem, int kColumnPieces>
-struct RowReduction {
+/// x / divisor without a subroutine for subnormal numbers, which would cost registers: both are within 2^±118.
+__device__ __forceinline__ float divided_in_range(float x, float divisor) {
+    const float reciprocal = ptx::rcp_approx_ftz(divisor);
+    const float rough = x * reciprocal;
+    return __fmaf_rn(__fmaf_rn(-rough, divisor, x), reciprocal, rough);
+}
+
+/// Accumulators are logits. A thread has kColumnPieces pairs of a row's columns, in c[·][2·h] and c[·][2·h + 1].
+template <class Launch, class MainloopT>
+struct LogitForm {
+    using Problem = typename Launch::Problem;
+    using Place = PlaceSm90<typename Launch::TileT>;
+    using Accumulators = typename MainloopT::Accumulators;
+    enum : int { kPieces = MainloopT::kPiecesA };
+    enum : int { kColumnPieces = MainloopT::kColumnPieces };
+
+    const Launch& launch;
+
+    static __device__ __forceinline__ RowSums nothing() { return sums_of_nothing(lowest_logit(), -infinity()); }
+    __device__ __forceinline__ void make(const Place& place, const LogitTile& tile, Accumulators& c, float (&weighted)[kPieces][2]) const {
+        to_logits<Problem>(
+            launch.p, place, tile.first_column, Launch::TileT::kBlockN,
+            [&](int row) { return launch.temperature_of(tile.first_row + row); }, c, weighted);
+    }
+    __device__ __forceinline__ float logit(float c) const { return c; }
+
+    template <class Sums, class Sink>
+    __device__ __forceinline__ void reduce(Accumulators& c, const Place& place, const LogitTile& tile, const Sums& sums, Sink& sink) const {
+        const int first_class = tile.first_column + place.column(0, 0);
+        if (sink.active()) return retain(c, place, tile, first_class, sums, sink);
+#pragma unroll
+        for (int i = 0; i < kPieces; ++i)
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                RowSums row = sums.load(tile.part, 2 * i + h);
+                reduce_row(c[i], h, first_class, row);
+                sums.store(tile.part, 2 * i + h, row);
+            }
+    }
+    template <class Sink>
+    __device__ __forceinline__ RowSums whole(RowSums sums, const Sink& sink, int row) const {
+        if (sink.active()) {
+            const float reference = sink.reference_of(row, launch.share.rows);
+            if (shares(sums.max, reference)) to_own_max(sums, reference);
+        }
+        return sums;
+    }
+
+private:
+    /// Turns logits into exponentials above the row's reference and adds those up.
+    template <class Sums, class Sink>
+    __device__ __forceinline__ void retain(Accumulators& c, const Place& place, const LogitTile& tile, int first_class, const Sums& sums,
+                                           Sink& sink) const {
+#pragma unroll
+        for (int i = 0; i < kPieces; ++i) {
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                const int row = tile.first_row + place.row(i, h);
+                RowSums of_row = sums.load(tile.part, 2 * i + h);
+                const float reference = sink.reference_of(row, launch.share.rows);
+                if (Problem::stores_derivative && !sink.stores(tile.first_column)) {
+                    exponentials_of_row(c[i], h, reference, NothingStored{}, first_class, of_row);
+                } else {
+                    exponentials_of_row(c[i], h, reference, stored_factor(row), first_class, of_row);
+                }
+                sums.store(tile.part, 2 * i + h, of_row);
+            }
+            if (sink.stores(tile.first_column)) sink.store(c[i], tile.first_column, tile.first_row + place.first_row() + i * 64);
+        }
+    }
+    __device__ __forceinline__ StoredFactor<Problem> stored_factor(int row) const {
+        return {LogitDerivative<Problem>(launch.p.transform, Problem::stores_derivative ? launch.temperature_of(row) : 1.f)};
+    }
+
     /// Whether a row's sums add up the retained exponentials, relative to its reference, and need no exponentials of their own: where the
     /// largest logit so far is near it. Others are relative to that logit.
     static __device__ __forceinline__ bool shares(float max, float reference) {
@@ -84,15 +171,9 @@ struct RowReduction {
     }
     /// The largest logit's own exponential becomes exactly 1, so that confident tokens keep their small losses.
     static __device__ __forceinline__ void to_own_max(RowSums& sums, float reference) {
-        // A division without a subroutine for subnormal numbers, which would cost registers: both are within 2^±118.
         const float largest = PowersAbove(reference).exp(sums.max);
-        const float reciprocal = ptx::rcp_approx_ftz(largest);
-        sums.exp_sum = quotient(sums.exp_sum, largest, reciprocal);
-        if constexpr (Problem::square_sum) sums.exp_sq_sum = quotient(quotient(sums.exp_sq_sum, largest, reciprocal), largest, reciprocal);
-    }
-    static __device__ __forceinline__ float quotient(float x, float divisor, float reciprocal) {
-        const float rough = x * reciprocal;
-        return __fmaf_rn(__fmaf_rn(-rough, divisor, x), reciprocal, rough);
+        sums.exp_sum = divided_in_range(sums.exp_sum, largest);
+        if constexpr (Problem::square_sum) sums.exp_sq_sum = divided_in_range(divided_in_range(sums.exp_sq_sum, largest), largest);
     }
 
     static __device__ __forceinline__ float row_max(const float (&c)[kColumnPieces][4], int h) {
@@ -154,35 +235,66 @@ struct RowReduction {
         if constexpr (Problem::square_sum) sums.exp_sq_sum = __fmaf_rn(factor * factor, squares, sums.exp_sq_sum);
         return taken;
     }
-
-    static __device__ __forceinline__ RowSums merge_quad(RowSums mine) {
-#pragma unroll
-        for (int lanes = 1; lanes < 4; lanes *= 2) {
-            RowSums other;
-            other.max = __shfl_xor_sync(0xffffffffu, mine.max, lanes);
-            other.exp_sum = __shfl_xor_sync(0xffffffffu, mine.exp_sum, lanes);
-            other.exp_z_sum = Problem::entropy ? __shfl_xor_sync(0xffffffffu, mine.exp_z_sum, lanes) : 0.f;
-            other.weighted_sum = Problem::label_smoothing ? __shfl_xor_sync(0xffffffffu, mine.weighted_sum, lanes) : 0.f;
-            other.target_logit = -infinity();
-            other.exp_sq_sum = Problem::square_sum ? __shfl_xor_sync(0xffffffffu, mine.exp_sq_sum, lanes) : 0.f;
-            other.top1 = Problem::top1 ? __shfl_xor_sync(0xffffffffu, mine.top1, lanes) : FLCE_NO_CLASS;
-            // The lower lane first in both, so that all four get the same bits.
-            mine = (threadIdx.x & lanes) == 0 ? merge(mine, other) : merge(other, mine);
-        }
-        return mine;
-    }
 };
 
-/// RowReduction for rows whose logits are told by falls. No logit is further than kMostAboveReference from the row's reference, nor from 0.
+/// Accumulators are falls of softcapped logits (Falls). No logit is further than kMostAboveReference from the row's reference, nor from 0.
 /// So a row's sum is relative to its reference (to 0 without one), and no maximum has to be known first. RowSums::max is the least fall
 /// here, which the largest logit has; infinite while there is none.
-template <class Problem, int kColumnPieces>
-struct FallReduction : RowReduction<Problem, kColumnPieces> {
+template <class Launch, class MainloopT>
+struct FallForm {
+    using Problem = typename Launch::Problem;
+    using Place = PlaceSm90<typename Launch::TileT>;
+    using Accumulators = typename MainloopT::Accumulators;
+    enum : int { kPieces = MainloopT::kPiecesA };
+    enum : int { kColumnPieces = MainloopT::kColumnPieces };
     /// Rows that are written again have their lse as reference. A row that is ignored has no lse, and its exponentials must not become NaN.
     enum : int { kMostReference = 128 };
 
-    static __device__ __forceinline__ FallPowersAbove above(const ForwardParams& p, float reference) {
-        return {Problem::falls(p.transform), fabsf(reference) <= kMostReference ? reference : 0.f};
+    const Launch& launch;
+
+    static __device__ __forceinline__ RowSums nothing() { return sums_of_nothing(infinity(), -infinity()); }
+    __device__ __forceinline__ void make(const Place& place, const LogitTile& tile, Accumulators& c,
+                                         float (& /*weighted*/)[kPieces][2]) const {
+        to_falls<Problem>(launch.p, place, tile.first_column, Launch::TileT::kBlockN, c);
+    }
+    __device__ __forceinline__ float logit(float c) const { return Problem::falls(launch.p.transform).logit(c); }
+
+    template <class Sums, class Sink>
+    __device__ __forceinline__ void reduce(Accumulators& c, const Place& place, const LogitTile& tile, const Sums& sums, Sink& sink) const {
+        const bool stored = sink.stores(tile.first_column);
+#pragma unroll
+        for (int i = 0; i < kPieces; ++i) {
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                const FallPowersAbove of_row = above(sink, tile.first_row + place.row(i, h));
+                RowSums row = sums.load(tile.part, 2 * i + h);
+                if (stored) {
+                    add<true>(c[i], h, of_row, row);
+                } else {
+                    add<false>(c[i], h, of_row, row);
+                }
+                sums.store(tile.part, 2 * i + h, row);
+            }
+            if (stored) sink.store(c[i], tile.first_column, tile.first_row + place.first_row() + i * 64);
+        }
+    }
+    template <class Sink>
+    __device__ __forceinline__ RowSums whole(RowSums sums, const Sink& sink, int row) const {
+        const FallPowersAbove of_row = above(sink, row);
+        if (!(sums.max <= 1.f)) {
+            sums.max = lowest_logit();
+            return sums;
+        }
+        sums.exp_sum = divided_in_range(sums.exp_sum, of_row.exp(sums.max));
+        sums.max = of_row.falls.logit(sums.max);
+        return sums;
+    }
+
+private:
+    template <class Sink>
+    __device__ __forceinline__ FallPowersAbove above(const Sink& sink, int row) const {
+        const float reference = sink.active() ? sink.reference_of(row, launch.share.rows) : 0.f;
+        return {Problem::falls(launch.p.transform), fabsf(reference) <= kMostReference ? reference : 0.f};
     }
 
     /// Adds a row. kStored: falls become exponentials times a quarter of their logits' slopes; nothing where there is a NaN, for an ignored
@@ -213,17 +325,9 @@ struct FallReduction : RowReduction<Problem, kColumnPieces> {
             }
         }
     }
-
-    /// Makes sums relative to the largest logit, as sums of logits are: its own exponential becomes exactly 1.
-    static __device__ __forceinline__ void to_own_max(RowSums& sums, const FallPowersAbove& above) {
-        if (!(sums.max <= 1.f)) {
-            sums.max = lowest_logit();
-            return;
-        }
-        const float largest = above.exp(sums.max);
-        sums.exp_sum = RowReduction<Problem, kColumnPieces>::quotient(sums.exp_sum, largest, ptx::rcp_approx_ftz(largest));
-        sums.max = above.falls.logit(sums.max);
-    }
 };
+
+template <class Launch, class MainloopT>
+using FormOf = Select<Launch::Problem::has_falls, FallForm<Launch, MainloopT>, LogitForm<Launch, MainloopT>>;
 
 }  // namespace flce
