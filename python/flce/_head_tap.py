@@ -308,31 +308,29 @@ def _head_forward(head: Any, *args: Any, **kwargs: Any) -> Any:
     own = _probe(tap, head, hidden) if tap.kind not in tap.kinds else None
     if tap.fused is not None:
         tap.fused_loss = tap.fused(hidden)
-        tap.carrier = Carry.apply(tap.fused_loss, shape, dtype, None if own is None else own.detach())
+        tap.carrier = Carry.apply(tap.fused_loss, shape, dtype, own)
         tap.node = tap.carrier.grad_fn
         return tap.carrier
-    if own is not None:
-        tap.node = own.grad_fn
-        return own
-    return torch.zeros(shape, dtype=dtype, device=hidden.device)
+    return torch.zeros(shape, dtype=dtype, device=hidden.device) if own is None else own
 
 
+@_heads.without_graph()
 def _probe(tap: HeadTap, head: Any, hidden: Tensor) -> Tensor:
-    """The output layer's answer to two rows a sequence, which the tap keeps. An adapter's dropout is a loss's; these rows have none."""
+    """The output layer's answer to two rows a sequence, which the tap keeps. An adapter's dropout is a loss's; these rows have none.
+    Nothing of it is in the step's graph, so a step that compares saves the same tensors as the next one, with which a checkpoint recomputes
+    it."""
     _heads.refuse_other_steps(head)
     dropouts = [module for module in head.modules() if isinstance(module, nn.Dropout) and module.training]
     for module in dropouts:
         module.training = False
     try:
         # Each sequence's last row: padded on the right or not, it attends to something.
-        last = hidden.detach()[..., -1:, :]
-        with torch.no_grad():
-            _heads.operands(head, last, dropout=False)  # raises for a weight that cannot be read, before the forward fails by it
+        last = hidden[..., -1:, :]
+        _heads.operands(head, last, dropout=False)  # raises for a weight that cannot be read, before the forward fails by it
         tap.probe = _heads.probe_rows(last, _own_forward(head, last))
-        with torch.no_grad():
-            tap.probe_plain = _heads.operands(head, tap.probe, dropout=False).logits()
+        tap.probe_plain = _heads.operands(head, tap.probe, dropout=False).logits()
         own: Tensor = _own_forward(head, tap.probe)
-        tap.probe_own = own.detach()
+        tap.probe_own = own
         return own
     finally:
         for module in dropouts:

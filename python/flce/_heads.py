@@ -3,7 +3,8 @@ peft itself is not imported."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -193,7 +194,19 @@ def joined(parts: list[Tensor], dimension: int) -> Tensor:
         return torch.cat(parts, dim=dimension)
 
 
-@torch.no_grad()
+@contextmanager
+def without_graph() -> Iterator[None]:
+    """no_grad beside a step under autocast, whose cache of cast weights would keep those that are cast without a graph for the step."""
+    caching = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        torch.set_autocast_cache_enabled(caching)
+
+
+@without_graph()
 def forward_is_product(head: Any, hidden: Tensor) -> bool:
     """Whether two rows settle that the head's own forward makes of hidden [T, D] what `operands` says: the last one, and the same so long
     that a cap shows. False where a weight of zeros, or a hidden state that is not finite, shows nothing. Raises ArgumentError where they

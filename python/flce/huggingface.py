@@ -395,7 +395,7 @@ def _on(device: torch.device, labels: Any) -> Tensor:
     return labels.to(device)
 
 
-@torch.no_grad()
+@_heads.without_graph()
 def _own_shift(model: Any) -> int:
     """Places by which the model's own loss shifts labels; found by running it on a few tokens where the name of its loss function does not
     say."""

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
 
 import flce
 
@@ -171,3 +172,59 @@ def test_a_forward_that_hands_its_arguments_on_takes_them_by_place() -> None:
     own = float(model(tokens(), labels=tokens()).loss.detach())
     flce.patch(model)
     assert float(model(tokens(), labels=tokens()).loss.detach()) == pytest.approx(own, rel=1e-5)
+
+
+def capped() -> Any:
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
+    torch.manual_seed(0)
+    config = transformers.Gemma2Config(vocab_size=VOCAB_SIZE, head_dim=8, final_logit_softcapping=2.0, **sizes)
+    return transformers.Gemma2ForCausalLM(config).train()
+
+
+def with_adapter() -> Any:
+    peft = pytest.importorskip("peft")
+    model = llama()
+    return peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["lm_head"], init_lora_weights=False)).train()
+
+
+def gradients(model: Any) -> dict[str, Tensor]:
+    found = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    model.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("way", ["patch", "hidden states"])
+@pytest.mark.parametrize("make", [llama, capped, with_adapter])
+def test_the_first_step_of_a_kind_inside_a_checkpoint(make: Any, way: str) -> None:
+    model = make()
+    own = copy.deepcopy(model)
+    if way == "patch":
+        flce.patch(model)
+    else:
+        loss_fn = flce.huggingface.CausalLMLoss(flce.huggingface.return_hidden_states(model))
+    for more in ({}, {"attention_mask": torch.ones(2, 8, dtype=torch.int64)}):
+        given = {"input_ids": tokens(), "labels": tokens(), **more}
+        own(**given).loss.backward()
+        if way == "patch":
+            checkpoint(model, use_reentrant=False, **given).loss.backward()
+        else:
+            loss_fn(checkpoint(model, use_reentrant=False, **given), given["labels"]).backward()
+        got, right = gradients(model), gradients(own)
+        assert got.keys() == right.keys()
+        for name, gradient in got.items():
+            torch.testing.assert_close(gradient, right[name], rtol=2e-4, atol=2e-6, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("impl", ["flce", "pytorch"])
+@pytest.mark.parametrize("make", [llama, with_adapter])
+def test_the_first_step_under_autocast_has_every_gradient(make: Any, impl: str) -> None:
+    model = flce.patch(make(), impl=impl)
+    steps = []
+    for _ in range(2):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = model(input_ids=tokens(), labels=tokens()).loss
+        loss.backward()
+        steps.append(gradients(model))
+    assert steps[0].keys() == steps[1].keys() and any("head" in name for name in steps[0])
+    for name, gradient in steps[0].items():
+        assert torch.equal(gradient, steps[1][name]), name
