@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import os
 import threading
 import types
 import weakref
@@ -76,7 +77,7 @@ class HeadTap:
         self.kind: Any = None  # kind of the last call
         self.recording: Recording | None = None  # recording of a call whose kind is not known
         self.arguments: dict[str, Any] = {}  # arguments of that call
-        self.replayed: bool | None = None  # whether the loss function gives its loss in a replay, or 0; None outside of a replay
+        self.replayed: tuple[int, bool] | None = None  # a replay's thread, and whether the loss function gives its loss or 0
         self.active = False
         self.thread = 0  # the thread that runs the step
         self.patch: Any = None  # the forward that flce.patch sets; None: it stops at the hidden states
@@ -98,9 +99,11 @@ class HeadTap:
     def loss_function(self, *args: Any, **kwargs: Any) -> Any:
         """Stands for the model's loss function: 0 where forward stops at the output layer, so that what the model adds to its loss is
         left."""
-        if self.replayed is False:
+        if self.replayed is not None and self.replayed[0] == threading.get_ident():
+            if self.replayed[1]:
+                return self.own_loss(*args, **kwargs)
             return torch.zeros((), dtype=torch.float64, device=kwargs["logits"].device if "logits" in kwargs else args[0].device)
-        if self.replayed or not self.active:
+        if not self.runs_here():
             return self.own_loss(*args, **kwargs)
         self.losses_asked += 1
         logits, labels = (kwargs[name] if name in kwargs else args[i] for i, name in enumerate(("logits", "labels")))
@@ -123,6 +126,20 @@ class HeadTap:
             head.__dict__["_flce_own_forward"] = head.__dict__.get("forward")
         head.__dict__["_flce_taps"] = (*(tap for tap in taps if tap is not self), self)
         head.forward = _bound(_head_forward, head)
+
+    def runs_here(self) -> bool:
+        """Whether this thread runs a step of the model."""
+        return self.active and (torch.compiler.is_compiling() or self.thread in (0, threading.get_ident()))
+
+    def leave_other_threads(self) -> None:
+        """Ends what threads other than this one have begun with the model and, in a forked process, never end."""
+        here = threading.get_ident()
+        if self.thread != here:
+            self.active = False
+        if self.replayed is not None and self.replayed[0] != here:
+            self.replayed = None
+        if self.recording is not None and self.recording.thread != here:
+            self.recording.stop()
 
     def alone(self) -> Any:
         """A context in which no other thread runs a step of the model: what a step keeps is the tap's."""
@@ -185,11 +202,12 @@ class HeadTap:
     def replay(self, model: Any, arguments: Mapping[str, Any], logits: SharedRows, changes: Mapping[str, Any], counts: bool) -> Any:
         """The model's own forward on what its modules gave in the recorded one, and on `logits`, with its own loss or with 0 for it."""
         recording: Any = self.recording
-        self.replayed = counts
-        try:
-            return recording.replay(functools.partial(_own_forward, model), logits, {**arguments, "return_dict": True}, changes)
-        finally:
-            self.replayed = None
+        with self.alone():
+            self.replayed = threading.get_ident(), counts
+            try:
+                return recording.replay(functools.partial(_own_forward, model), logits, {**arguments, "return_dict": True}, changes)
+            finally:
+                self.replayed = None
 
     def _collect(self, model: Any, outputs: Any, hidden: Tensor, asked: bool, shift_labels: Tensor | None) -> Any:
         from transformers.utils import ModelOutput  # type: ignore[attr-defined]
@@ -220,6 +238,16 @@ class HeadTap:
             # DistributedDataParallel takes for unused what the outputs do not depend on; the loss uses these after the forward.
             result["head_uses"] = uses
         return ModelOutput(**(result | {name: value for name, value in fields.items() if name not in result}))
+
+
+def _begin_in_a_fork() -> None:
+    """Has a forked process begin without the locks and the steps of its parent's other threads."""
+    for tap in list(_locks):
+        tap.leave_other_threads()
+    _locks.clear()
+
+
+os.register_at_fork(after_in_child=_begin_in_a_fork)
 
 
 def refuse_parameters_behind(model: Any, logits: Tensor, node: Any) -> None:
@@ -289,8 +317,7 @@ def _replicate_for_data_parallel(model: Any) -> Any:
 
 
 def _head_forward(head: Any, *args: Any, **kwargs: Any) -> Any:
-    thread = 0 if torch.compiler.is_compiling() else threading.get_ident()
-    active = [tap for tap in head._flce_taps if tap.active and tap.head is head and (not thread or tap.thread in (0, thread))]
+    active = [tap for tap in head._flce_taps if tap.head is head and tap.runs_here()]
     if not active:
         return _own_forward(head, *args, **kwargs)
     tap: HeadTap = active[0]

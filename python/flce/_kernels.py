@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import json
-import threading
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from flce import _memory, _native, _retain, errors
+from flce import _locks, _memory, _native, _retain, errors
 from flce._frame import GRADIENT_VIEWS, Frame, Inputs, KernelKey, is_hidden_major, outputs_of, planned_tokens, split_values
 
 _WORKSPACE_ALIGNMENT = 256  # torch's CUDA allocator gives 512, its CPU allocator 64
@@ -312,7 +311,7 @@ class LoadedKernel(Kernel):
             raise errors.LabelError(f"{error}{more}", word) from None
 
 
-_lock = threading.Lock()
+_lock = _locks.new_lock()
 _sessions: dict[tuple[torch.device, bool | None], ctypes.c_void_p] = {}  # by device, and strict
 _kernels: dict[tuple[Any, ...], LoadedKernel] = {}  # by key without a limit, plan, and other arguments
 _found: dict[tuple[Any, ...], LoadedKernel] = {}  # by the fields of a KernelKey, plan, and other arguments

@@ -10,7 +10,6 @@ few of them and without waiting for a device:
 
 from __future__ import annotations
 
-import threading
 import weakref
 import zlib
 from typing import Any, NamedTuple
@@ -19,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flce import errors
+from flce import _locks, errors
 from flce._parallel import Parallel, group_named, told_by_hosts
 
 _MOST = 1 << 62  # numbers that hosts tell each other have 64 bits
@@ -55,7 +54,7 @@ class _Agreed:
         self.shards: dict[tuple[Any, ...], Shard] = {}  # this rank's, by every rank's rows, vocab_start and all_rows
 
 
-_lock = threading.Lock()
+_lock = _locks.new_lock()
 # Agreements by group: a group that is destroyed takes its own along.
 _known: weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], _Agreed]] = weakref.WeakKeyDictionary()
 

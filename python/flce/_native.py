@@ -6,13 +6,12 @@ import ctypes
 import functools
 import json
 import os
-import threading
 from collections.abc import Callable
 from ctypes import POINTER, Structure, byref, c_char_p, c_int32, c_int64, c_size_t, c_uint64, c_void_p, create_string_buffer
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flce import errors
+from flce import _locks, errors
 
 ABI_VERSION = 11
 
@@ -184,7 +183,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "flce_call_arguments_json": (c_int32, (c_char_p, c_size_t, POINTER(c_size_t))),
 }
 
-_lock = threading.Lock()
+_lock = _locks.new_lock()
 _library: ctypes.CDLL | None = None
 _load_error: errors.UnavailableError | None = None
 

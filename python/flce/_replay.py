@@ -4,6 +4,7 @@ statistics, counters, random numbers, hooks, collectives) is changed twice."""
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -31,28 +32,37 @@ class Recording:
         self._instead: list[tuple[Any, Any]] = []
         self._labels: Any = None
         self._compares = False
+        self.thread = 0  # the thread whose calls are recorded or answered; others' are their own
+        self._changed: list[tuple[nn.Module, Any]] = []  # modules that it stands before, and what stood there
 
     @contextmanager
     def running(self) -> Iterator[None]:
         """Records calls of modules while it runs, or answers them in a replay."""
         inside = {id(module) for module in self.head.modules()} - {id(self.head)}
         holders = {id(module) for module in self.model.modules() if any(each is self.head for each in module.modules())}
-        changed = []
-        for module in self.model.modules():
-            if module is not self.model and id(module) not in inside:
-                own = module.__dict__.get("_compiled_call_impl")
-                changed.append((module, own))
-                through = id(module) in holders
-                module.__dict__["_compiled_call_impl"] = functools.partial(self._call, module, own or module._call_impl, through)
+        self.thread, before = threading.get_ident(), len(self._changed)  # a replay runs inside the recorded step
         try:
+            for module in self.model.modules():
+                if module is not self.model and id(module) not in inside:
+                    own = module.__dict__.get("_compiled_call_impl")
+                    self._changed.append((module, own))
+                    through = id(module) in holders
+                    module.__dict__["_compiled_call_impl"] = functools.partial(self._call, module, own or module._call_impl, through)
             yield
         finally:
-            for module, own in changed:
-                del module.__dict__["_compiled_call_impl"]
-                if own is not None:
-                    module.__dict__["_compiled_call_impl"] = own
+            self.stop(before)
+
+    def stop(self, before: int = 0) -> None:
+        """Has modules answer their calls again as they did before so many of them were changed."""
+        while len(self._changed) > before:
+            module, own = self._changed.pop()
+            module.__dict__.pop("_compiled_call_impl", None)
+            if own is not None:
+                module.__dict__["_compiled_call_impl"] = own
 
     def _call(self, module: nn.Module, own: Any, through: bool, *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != self.thread:
+            return own(*args, **kwargs)
         if self._left is not None:
             return self._answer(module, through, args, kwargs)
         if through:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 import weakref
 from collections.abc import Iterator
@@ -90,6 +91,15 @@ class MemoryBudget:
 
     def __repr__(self) -> str:
         return f"MemoryBudget({self.limit_bytes})"
+
+
+def _begin_in_a_fork() -> None:
+    """Renews locks, which forwards of the parent's other threads may hold."""
+    for budget in list(_budgets.values()):
+        budget._lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_begin_in_a_fork)
 
 
 def of_number(number: int, limit_bytes: int) -> MemoryBudget | None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
+import sys
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -246,3 +248,33 @@ def test_bad_layers() -> None:
         flce.get_kernel(64, 10, torch.float64, device="cpu")
     with pytest.raises(flce.PlanError):
         flce.get_kernel(64, 10, torch.float32, device="cpu", workspace_limit_bytes=16)
+
+
+def test_a_child_process_finds_locks_open_that_another_thread_held() -> None:
+    budget = flce.MemoryBudget(1 << 30)
+    modules = [module for name, module in sys.modules.items() if name.partition(".")[0] == "flce"]
+    kinds = (type(threading.Lock()), type(threading.RLock()))
+    owners = [budget, *(module for module in modules if isinstance(getattr(module, "_lock", None), kinds))]
+    assert len(owners) > 2  # and each lock of a module has this name
+    assert all(name == "_lock" for module in modules for name, value in vars(module).items() if isinstance(value, kinds))
+    held, done = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with contextlib.ExitStack() as stack:
+            for owner in owners:
+                stack.enter_context(owner._lock)
+            held.set()
+            done.wait(60)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert held.wait(60)
+    child = os.fork()
+    if child == 0:
+        try:
+            os._exit(sum(not owner._lock.acquire(blocking=False) for owner in owners))
+        finally:
+            os._exit(100)
+    done.set()
+    thread.join()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

@@ -4,7 +4,9 @@ another thread's, is left."""
 from __future__ import annotations
 
 import copy
+import os
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 import flce
+from flce import _head_tap
 
 transformers = pytest.importorskip("transformers")
 
@@ -149,6 +152,61 @@ def test_threads_take_turns_with_a_model() -> None:
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+def on_another_thread(function: Callable[[], Any]) -> Any:
+    made: list[Any] = []
+    thread = threading.Thread(target=lambda: made.append(function()))
+    thread.start()
+    thread.join()
+    return made[0]
+
+
+@pytest.mark.parametrize("during", ["the forward", "a replay"])
+def test_another_thread_evaluates_during_a_step_that_compares(during: str) -> None:
+    model, ids, others = llama(), tokens(), tokens(seed=5)
+    own = [loss_of(model, each) for each in (ids, others)]
+    found: list[float] = []
+
+    @torch.no_grad()
+    def evaluate() -> float:
+        return loss_of(model, others)
+
+    def once(*_: Any) -> None:
+        if not found:
+            found.append(0.0)
+            found.append(on_another_thread(evaluate))
+
+    stock = model.loss_function
+    if during == "a replay":
+        model.loss_function = lambda *given, **more: (once(), stock(*given, **more))[1]
+    else:
+        model.model.norm.register_forward_hook(once)
+    flce.patch(model)
+    assert loss_of(model, ids) == pytest.approx(own[0], rel=1e-5)
+    assert found[1] == pytest.approx(own[1], rel=1e-6)
+    assert all("_compiled_call_impl" not in module.__dict__ for module in model.modules())
+
+
+def test_a_child_process_has_nothing_of_another_threads_step() -> None:
+    model, inside, goes_on = llama(), threading.Event(), threading.Event()
+    flce.patch(model)
+    tap: Any = _head_tap.of(model)
+    model.model.norm.register_forward_hook(lambda *_: (inside.set(), goes_on.wait(60))[0])
+    thread = threading.Thread(target=lambda: loss_of(model, tokens()))
+    thread.start()
+    assert inside.wait(60)
+    child = os.fork()
+    if child == 0:  # computes nothing: torch's threads are not forked
+        try:
+            changed = any("_compiled_call_impl" in module.__dict__ for module in model.modules())
+            os._exit(int(changed or tap.active or not tap.alone().acquire(blocking=False)))
+        finally:
+            os._exit(2)
+    assert tap.active
+    goes_on.set()
+    thread.join()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 @pytest.mark.full

@@ -16,17 +16,16 @@ These parts stay TRL's own:
 
 from __future__ import annotations
 
-import threading
 from types import ModuleType, TracebackType
 
-from flce import _native, errors
+from flce import _locks, _native, errors
 from flce.trl import _divergence, _own
 from flce.trl._log_probs import ChunkedLogProbFunction
 from flce.trl._own import TemperatureError, calls
 
 __all__ = ["ChunkedLogProbFunction", "Patched", "TemperatureError", "calls", "patch", "unpatch"]
 
-_lock = threading.RLock()
+_lock = _locks.new_lock()
 _stand_ins = ((_own.LOG_PROBS, ChunkedLogProbFunction), (_own.DIVERGENCE, _divergence.chunked_jsd_loss))
 _places: set[tuple[ModuleType, str]] = set()  # names that hold a stand-in; empty: TRL is not patched
 

@@ -6,7 +6,6 @@ import importlib
 import inspect
 import logging
 import sys
-import threading
 from collections import Counter
 from types import ModuleType
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flce import errors
+from flce import _locks, errors
 from flce._checks import DTYPES
 
 OLDEST = (1, 15)  # the oldest TRL that is taken
@@ -24,7 +23,7 @@ _OLDEST_GPU = (8, 0)
 _UTILS = "trl.trainer.utils"
 
 _log = logging.getLogger("flce")
-_lock = threading.RLock()
+_lock = _locks.new_lock()
 _calls: Counter[str] = Counter()
 _said: set[str] = set()
 
