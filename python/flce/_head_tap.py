@@ -71,6 +71,7 @@ class HeadTap:
         self.shift: int | None = _SHIFTS.get(_model_facts.name_of_loss(self.own_loss)) if named else None
         self.loss_type = getattr(model, "loss_type", None)  # the name by which transformers finds own_loss
         self.head: Any = None
+        self.held: tuple[Any, tuple[Any, ...]] = (None, ())  # an output layer, and the modules that contain it
         self.numbers: Any = None  # _LOGIT_NUMBERS, as they were compared
         self.beside: Any = None  # other objects that may change logits
         self.kinds: tuple[Any, ...] = ()  # kinds of calls for which a loss knows the fate of the output layer's logits
@@ -112,14 +113,19 @@ class HeadTap:
         return torch.zeros((), device=logits.device)
 
     def attach(self, model: Any) -> None:
-        """Taps the output layer that the model has now. Comparisons are forgotten where the layer, or a number that changes its logits, is
-        another one."""
-        head = model.get_output_embeddings()
-        numbers = _model_facts.logit_numbers(model)
-        beside = self.beside if torch.compiler.is_compiling() else _model_facts.beside(model, head)
-        if head is self.head and numbers == self.numbers and beside == self.beside:
+        """Taps the output layer that the model has now. Comparisons are forgotten where the layer, or what may change its logits, is
+        another one: a compiled graph knows numbers of known names alone."""
+        head, beside = model.get_output_embeddings(), self.beside
+        if torch.compiler.is_compiling():
+            changed = _model_facts.logit_numbers(model) != self.numbers
+        else:
+            if self.held[0] is not head:
+                self.held = head, _model_facts.holders(model, head)
+            beside = _model_facts.beside(*self.held)
+            changed = beside != self.beside
+        if head is self.head and not changed:
             return
-        self.head, self.numbers, self.beside, self.kinds = head, numbers, beside, ()
+        self.head, self.numbers, self.beside, self.kinds = head, _model_facts.logit_numbers(model), beside, ()
         _heads.refuse_fsdp1(head)
         taps = head.__dict__.get("_flce_taps", ())  # several models may share one output layer
         if not taps:

@@ -23,6 +23,7 @@ _LOGIT_NUMBERS = (
     "output_multiplier",
     "logits_scaling",
 )
+_OF_DEEPSPEED = ("ds_", "applied_pre_backward_")  # counts that ZeRO-3 keeps in modules
 
 
 def losses_beside(outputs: Mapping[str, Any]) -> list[str]:
@@ -100,12 +101,29 @@ def logit_numbers(model: Any) -> tuple[Any, ...]:
     return tuple([value if isinstance(value, (int, float)) else None for value in values])
 
 
-def beside(model: Any, head: Any) -> tuple[Any, ...]:
-    """Hooks that may change the output layer's logits, and buffers that the layer or the model's forward may add to them. A buffer that is
-    written to counts as another one."""
-    buffers = [*model._buffers.values(), *head.buffers()]
-    versions = [(id(each), 0 if each.is_inference() else each._version) for each in buffers if each is not None]
-    return tuple(head._forward_hooks), tuple(head._forward_pre_hooks), tuple(head._backward_pre_hooks), tuple(versions)
+def holders(model: Any, head: Any) -> tuple[nn.Module, ...]:
+    """The model and the modules in it that contain the output layer, whose forwards may change its logits."""
+    places = [name.split(".") for name, module in model.named_modules(remove_duplicate=False) if module is head]
+    names = dict.fromkeys(".".join(place[:length]) for place in places for length in range(len(place)))
+    return tuple(model.get_submodule(name) for name in names)
+
+
+def beside(head: Any, holders: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Everything that may change the output layer's logits beside its weight: hooks; numbers, tensors, buffers and frozen parameters of the
+    layer and of the modules that contain it; and numbers of these modules' configs. A tensor that is written to counts as another one."""
+    configs = [config for each in holders if (config := getattr(each, "config", None)) is not None]
+    configs += [each.get_text_config() for each in configs if hasattr(each, "get_text_config")]
+    numbers, tensors = [], [*head.buffers()]
+    for place in (*{id(each): each for each in configs}.values(), *holders, *head.modules()):
+        for name, value in getattr(place, "__dict__", {}).items():
+            if isinstance(value, Tensor):
+                tensors.append(value)
+            elif isinstance(value, (int, float)) and name != "training" and not name.startswith(_OF_DEEPSPEED):
+                numbers.append((name, value))
+    for each in holders:
+        tensors += [value for value in (*each._buffers.values(), *each._parameters.values()) if not (value is None or value.requires_grad)]
+    versions = [(id(each), 0 if each.is_inference() else each._version) for each in tensors]
+    return tuple(head._forward_hooks), tuple(head._forward_pre_hooks), tuple(head._backward_pre_hooks), tuple(versions), tuple(numbers)
 
 
 def special_classes(model: Any, vocab_size: int) -> tuple[int, ...]:

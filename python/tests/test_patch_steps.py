@@ -286,3 +286,56 @@ def test_the_first_step_under_autocast_has_every_gradient(make: Any, impl: str) 
     assert steps[0].keys() == steps[1].keys() and any("head" in name for name in steps[0])
     for name, gradient in steps[0].items():
         assert torch.equal(gradient, steps[1][name]), name
+
+
+class Scaled(transformers.LlamaForCausalLM):  # type: ignore[misc,name-defined]
+    """Multiplies its logits by what `factor_of` finds."""
+
+    factor_of: Any = None
+
+    def forward(self, input_ids: Any = None, labels: Any = None, **kwargs: Any) -> Any:
+        logits = self.lm_head(self.model(input_ids=input_ids, **kwargs).last_hidden_state) * self.factor_of(self)
+        loss = None if labels is None else self.loss_function(logits=logits, labels=labels, vocab_size=VOCAB_SIZE)
+        return transformers.modeling_outputs.CausalLMOutput(loss=loss, logits=logits)
+
+
+def in_a_tensor(model: Any, factor: float) -> None:
+    if not hasattr(model, "factor"):
+        model.factor = torch.ones(())
+    model.factor.fill_(factor)
+
+
+def in_a_frozen_parameter(model: Any, factor: float) -> None:
+    if not hasattr(model, "factor"):
+        model.factor = nn.Parameter(torch.ones(()), requires_grad=False)
+    with torch.no_grad():
+        model.factor.fill_(factor)
+
+
+@pytest.mark.parametrize(
+    ("factor_of", "change"),
+    [
+        (lambda model: model.sharpness, lambda model, factor: setattr(model, "sharpness", int(factor))),
+        (lambda model: model.config.sharpness, lambda model, factor: setattr(model.config, "sharpness", factor)),
+        (lambda model: model.lm_head.sharpness, lambda model, factor: setattr(model.lm_head, "sharpness", factor)),
+        (lambda model: model.factor, in_a_tensor),
+        (lambda model: model.factor, in_a_frozen_parameter),
+    ],
+    ids=["model", "config", "output layer", "tensor", "parameter"],
+)
+def test_a_factor_of_logits_under_any_name_is_compared_again(factor_of: Any, change: Any) -> None:
+    model = Scaled(llama().config).train()
+    model.__dict__["factor_of"] = factor_of
+    change(model, 1.0)
+    flce.patch(model)
+    loss_of(model, tokens())
+    kinds = _head_tap.of(model).kinds  # type: ignore[union-attr]
+    model.eval()
+    with torch.no_grad():
+        loss_of(model, tokens())
+    model.train()
+    loss_of(model, tokens())
+    assert _head_tap.of(model).kinds is kinds  # type: ignore[union-attr]  # what has not changed is not compared again
+    change(model, 2.0)
+    with pytest.raises(flce.ArgumentError, match="2 times as large"):
+        loss_of(model, tokens())
