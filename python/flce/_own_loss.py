@@ -12,11 +12,15 @@ import torch
 from torch import Tensor
 
 from flce import errors
+from flce._heads import LARGE_LOGIT
 from flce._shared_rows import SharedRows
 from flce._targets import shift_labels
 
 _MASKS = ("attention_mask", "decoder_attention_mask")
 _TOLERANCE = 1e-5  # relative to the loss: both are of the same logits, in fp64
+_CLASSES_AT_ONCE = 2048  # labels of a replay: another weight of one of them by a tenth is beyond the tolerance
+_MOST_REPLAYS = 256
+_INSTEAD = "keep the model's own loss, or, where the cross entropy is what is wanted, say so by hand: shift=1 or shift=0"
 
 
 class Meaning(NamedTuple):
@@ -56,6 +60,8 @@ class Question(NamedTuple):
     shift: int  # the shift that is tried first
     by_hand: bool  # the caller has said so
     special: tuple[int, ...] = ()  # classes that the loss may treat in a way of their own
+    # `replay` on logits that classes have in turn, a large and a small one; None: a loss of transformers', for which classes are alike.
+    of_classes: Callable[[Mapping[str, Any], bool], Any] | None = None
 
 
 def find(question: Question) -> tuple[Meaning, Tensor]:
@@ -68,10 +74,20 @@ def find(question: Question) -> tuple[Meaning, Tensor]:
             # A loss of no loss function does not know num_items_in_batch; flce divides by it.
             for count in dict.fromkeys((question.num_items, None)):
                 if all(_alike(loss.own, _cross_entropy(question, loss, Meaning(shift, mask), count)) for loss in losses):
-                    return Meaning(question.shift if question.by_hand else shift, mask), losses[0].logits.rows
+                    if question.by_hand:
+                        return Meaning(question.shift, mask), losses[0].logits.rows
+                    _compare_classes(question, Meaning(shift, mask), count, losses[0].logits.shape[-1])
+                    return Meaning(shift, mask), losses[0].logits.rows
     if question.by_hand:
         return Meaning(question.shift), losses[0].logits.rows
     raise _refusal(question, losses)
+
+
+def logits_in_turn(like: SharedRows) -> SharedRows:
+    """Logits of which classes have a large and a small one in turn, at every position, so that no class has nearly the mean loss. The turns
+    come in no period, so that a sample of the classes has both."""
+    turns = torch.arange(like.shape[-1], device=like.rows.device, dtype=torch.float64) * 0.6180339887 % 1
+    return SharedRows(LARGE_LOGIT * (turns < 0.5)[None], torch.zeros_like(like.places), like.dtype)
 
 
 def _cases(question: Question) -> list[_Case]:
@@ -96,6 +112,44 @@ def _cases(question: Question) -> list[_Case]:
             padded[0, -max(1, labels.shape[1] // 3) :] = 0
             cases.append(_changed(f"labels that count where {name} is 0", question, tokens, {name: padded}))
     return cases
+
+
+def _compare_classes(question: Question, meaning: Meaning, count: Tensor | int | None, vocab_size: int) -> None:
+    """Has the model's own loss count each class as a label; an even sample of them where the batch has few positions. Raises ArgumentError
+    where one counts in a way of its own, such as with a weight."""
+    of_classes = question.of_classes
+    if of_classes is None or question.labels.dim() != 2:
+        return
+    counts = torch.ones_like(question.labels, dtype=torch.bool)
+    if meaning.mask is not None:
+        counts &= question.arguments[meaning.mask].to(counts.device) != 0
+    if question.aligned is None:
+        counts[:, : meaning.shift] = False
+    places = counts.flatten().nonzero()[:_CLASSES_AT_ONCE, 0]
+    classes = torch.arange(vocab_size, device=places.device, dtype=question.labels.dtype)
+    classes = classes[classes != question.ignore_index]
+    replays = min(-(-len(classes) // max(len(places), 1)), _MOST_REPLAYS)
+    sample = min(len(classes), replays * len(places))
+    classes = classes[torch.arange(sample, device=places.device) * len(classes) // max(sample, 1)]
+
+    def losses_of(some: Tensor) -> tuple[float, float]:
+        labels = torch.full_like(question.labels, question.ignore_index)
+        labels.view(-1)[places[: len(some)]] = some
+        loss = _loss(question._replace(replay=of_classes), _changed("labels of each class", question, labels))
+        return loss.own, _cross_entropy(question, loss, meaning, count)
+
+    for some in classes.tensor_split(max(replays, 1)):
+        if _alike(*(wrong := losses_of(some))):
+            continue
+        halves: Any = some.tensor_split(2)
+        while len(some) > 1 and (differing := [(half, both) for half in halves if not _alike(*(both := losses_of(half)))]):
+            some, wrong = differing[0]
+            halves = some.tensor_split(2)
+        what = f"class {some[0].item()}" if len(some) == 1 else f"one of the classes {some[0].item()} to {some[-1].item()}"
+        raise errors.ArgumentError(
+            f"{question.name}'s own loss counts {what} in a way of its own, such as with a weight: it is {wrong[0]:.6g} for labels of each "
+            f"of these classes, and their cross entropy is {wrong[1]:.6g}; {_INSTEAD}"
+        )
 
 
 def _changed(what: str, question: Question, labels: Tensor, more: Mapping[str, Any] | None = None) -> _Case:
@@ -174,8 +228,7 @@ def _refusal(question: Question, losses: list[_Loss]) -> errors.ArgumentError:
         cause = "it is another function of logits and labels, or contains something beside them"
     return errors.ArgumentError(
         f"{question.name}'s own loss for {wrong.case.what} is {wrong.own:.6g} where logits are those of a few rows, and the cross entropy "
-        f"of these logits is {number(wrong, 1):.6g} with labels shifted by 1, and {number(wrong, 0):.6g} with none: {cause}; keep the "
-        "model's own loss, or, where the cross entropy is what is wanted, say so by hand: shift=1 or shift=0"
+        f"of these logits is {number(wrong, 1):.6g} with labels shifted by 1, and {number(wrong, 0):.6g} with none: {cause}; {_INSTEAD}"
     )
 
 

@@ -126,11 +126,11 @@ def _pointwise(func: Any, every: list[SharedRows], args: Any, kwargs: Any) -> An
 
 
 def _nll_loss(given: SharedRows, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int) -> Any:
-    if weight is not None:
-        return None
     counted = (target != ignore_index) & (target >= 0) & (target < given.shape[-1])
-    losses = torch.where(counted, -given.rows[given.places, torch.where(counted, target, 0)], 0.0)
-    count = counted.sum().double()
+    classes = torch.where(counted, target, 0)
+    share = counted.double() if weight is None else torch.where(counted, weight[classes].double(), 0.0)
+    losses = torch.where(counted, -given.rows[given.places, classes], 0.0) * share
+    count = share.sum()
     if reduction == 0:
         return losses, count
     return losses.sum() / count if reduction == 1 else losses.sum(), count

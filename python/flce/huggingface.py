@@ -4,6 +4,7 @@ with a model at hand."""
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import math
 from collections.abc import Mapping
@@ -269,9 +270,14 @@ class CausalLMLoss:
         positions = torch.arange(shape.numel(), device=rows.device) % (rows.shape[0] // 2)
         logits = SharedRows(rows, positions.reshape(shape), own.dtype)
         first = tap.shift if tap.shift is not None else int(not _model_facts.has_encoder(self._model))
+
+        def replay(changes: Mapping[str, Any], counts: bool, logits: SharedRows = logits) -> Any:
+            return tap.replay(self._model, arguments, logits, changes, counts)
+
+        known = tap.calls_loss_function and _model_facts.name_of_loss(tap.own_loss)
         question = _own_loss.Question(
             type(self._model).__name__,
-            lambda changes, counts: tap.replay(self._model, arguments, logits, changes, counts),
+            replay,
             tap.calls_loss_function,
             arguments,
             arguments["labels"],
@@ -282,6 +288,7 @@ class CausalLMLoss:
             self.loss.shift if self._shift_given else first,
             self._shift_given,
             _model_facts.special_classes(self._model, logits.shape[-1]),
+            None if known or tap.kinds else functools.partial(replay, logits=_own_loss.logits_in_turn(logits)),
         )
         meaning, made = _own_loss.find(question)
         self.loss, self._shift_known = self.loss.with_shift(meaning.shift), True

@@ -240,6 +240,7 @@ def test_shared_rows_are_what_whole_logits_are() -> None:
         return [
             F.cross_entropy(capped[:, :-1].reshape(-1, 7), labels[:, 1:].reshape(-1)),
             F.cross_entropy(capped.float()[keep].contiguous().view(-1, 7), labels[keep], reduction="sum"),
+            F.cross_entropy(capped.view(-1, 7), labels.view(-1), torch.arange(7.0, dtype=capped.dtype), ignore_index=2),
             F.cross_entropy(capped.view(-1, 7), labels.view(-1).masked_fill(labels.view(-1) == 2, -100), reduction="none"),
             F.log_softmax(capped[..., :5], dim=-1)[0].unsqueeze(0).whole()
             if isinstance(given, SharedRows)
@@ -250,7 +251,8 @@ def test_shared_rows_are_what_whole_logits_are() -> None:
         for got, expected in zip(losses(logits), losses(whole), strict=True):
             torch.testing.assert_close(got.double(), expected.double(), rtol=1e-2 if got.dtype == torch.bfloat16 else 1e-6, atol=1e-6)
         many = SharedRows(rows, torch.zeros(1 << 21, dtype=torch.int64), torch.float32)
-        assert F.cross_entropy(many, torch.zeros(1 << 21, dtype=torch.int64)).isfinite()
+        for weight in (None, torch.ones(7)):
+            assert F.cross_entropy(many, torch.zeros(1 << 21, dtype=torch.int64), weight).isfinite()
         with pytest.raises(flce.ArgumentError, match=r"cannot be followed: aten\.sort"):
             many.sort()
         with pytest.raises(flce.ArgumentError, match=r"cannot be followed: .* in place"):

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
@@ -102,6 +103,30 @@ def test_a_loss_that_leaves_a_class_out_is_refused_at_the_first_step(special: in
     flce.patch(model)
     with pytest.raises(flce.ArgumentError, match="loss"):
         loss_of(model, tokens())
+
+
+@pytest.mark.parametrize("factor", [0.0, 0.7, 2.0])
+@pytest.mark.parametrize("how", ["a vector", "token by token", "over the count"])
+def test_a_loss_that_weighs_one_class_is_refused_at_the_first_step(how: str, factor: float) -> None:
+    model, weighed = llama(), 53
+    weights = torch.ones(VOCAB_SIZE)
+    weights[weighed] = factor
+
+    def own(logits: Tensor, labels: Tensor, **_: Any) -> Tensor:
+        rows, targets = logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+        if how == "a vector":
+            return F.cross_entropy(rows, targets, weight=weights)
+        each = F.cross_entropy(rows, targets, reduction="none")
+        shares = torch.where(targets == -100, 0.0, weights[targets.clamp(min=0)])
+        return (each * shares).sum() / ((targets != -100).sum() if how == "over the count" else shares.sum())
+
+    model.loss_function = own
+    flce.patch(model)
+    ids = tokens().masked_fill(tokens() == weighed, 8)
+    with pytest.raises(flce.ArgumentError, match=f"own loss counts (class|one of the classes) .*{weighed}.* in a way of its own"):
+        loss_of(model, ids)
+    weights.fill_(1.0)
+    loss_of(model, ids)
 
 
 def test_a_step_that_failed_leaves_nothing() -> None:
