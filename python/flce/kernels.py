@@ -22,7 +22,8 @@ def _device(given: torch.device | str | int | None) -> torch.device:
         device = torch.device(given)
     except (RuntimeError, TypeError, ValueError):
         raise errors.PlacementError(
-            f"device is {given!r}; allowed are cpu, cuda, cuda:N, a number of a GPU, a torch.device and None"
+            f"device is {given!r}; allowed are cpu, cuda, cuda:N, a number of a GPU, a torch.device and None. The command explains for a "
+            "device that is not here: `flce explain --device h100`"
         ) from None
     if device.type == "cuda" and not torch.cuda.is_available():
         raise errors.UnavailableError(f"device is {given!r}, and torch sees no GPU here; `flce explain --device h100` needs none")
@@ -81,11 +82,11 @@ def get_kernel(
     """The kernel that `linear_cross_entropy`, or with return_loss=False, return_logprobs=True `linear_logprobs`, or with teacher_top_k (K
     of its teacher_ids) `linear_topk_distillation`, uses for such a layer: compiled now unless memory or the disk cache has it.
 
-    dtype is hidden's, weight_dtype the weight's where it differs (fp32 under autocast), grad_weight_dtype grad_weight_out's where that
-    differs from the weight's; hidden_major: the weight is the view `w.t()` of a [D, V]; accumulate: with grad_weight_out; temperature: a
-    call has one that is not the number 1; token_weight: a call has them. num_tokens: rows of the call's hidden; their token bucket
-    (docs/tuning.md) chooses the plan, and what workspace_limit_bytes leaves for scratch depends on their number. None: a plan for 4096
-    tokens. device: None means the current CUDA device, or the CPU where there is none.
+    dtype is hidden's, bf16 where none is given, weight_dtype the weight's where it differs (fp32 under autocast), grad_weight_dtype
+    grad_weight_out's where that differs from the weight's; hidden_major: the weight is the view `w.t()` of a [D, V]; accumulate: with
+    grad_weight_out; temperature: a call has one that is not the number 1; token_weight: a call has them. num_tokens: rows of the call's
+    hidden; their token bucket (docs/tuning.md) chooses the plan, and what workspace_limit_bytes leaves for scratch depends on their number.
+    None: a plan for 4096 tokens. device: None means the current CUDA device, or the CPU where there is none.
     strict: a kernel that no cache has is a CacheMissError that names the `flce prewarm` to run, and a cache that cannot be used an
         UnavailableError;
     None: as `set_strict` or FLCE_STRICT says. Raises ArgumentError, DTypeError, SpecError, PlanError, UnavailableError, CompileError,
@@ -167,8 +168,9 @@ def _tokens_of(given: int | Iterable[int] | None, *, limited: bool) -> Iterable[
 def explain(
     hidden_size: int, vocab_size: int, dtype: torch.dtype | str = torch.bfloat16, *, num_tokens: int | None = None, **layer: Any
 ) -> str:
-    """Why `linear_cross_entropy` does what it does for this layer: spec, plan, device and reasons, as lines. Arguments as for `get_kernel`;
-    with num_tokens also the memory that a step of num_tokens tokens takes."""
+    """Why `linear_cross_entropy` does what it does for this layer: spec, plan, device and reasons, as lines. Arguments as for `get_kernel`,
+    whose device is one that is here: for others there is the command, `flce explain --device h100`. With num_tokens also the memory that a
+    step of num_tokens tokens takes."""
     _check_names({"hidden_size": hidden_size, "vocab_size": vocab_size, **layer})
     kernel = get_kernel(hidden_size, vocab_size, dtype, num_tokens=num_tokens, **layer)
     text = kernel.explain()
@@ -203,6 +205,6 @@ def check_labels() -> None:
     being captured: nothing can be waited for then.
 
     Such rows were computed as ignored ones, and such an id as none. `LabelError.row` is the smallest row of the flattened (and, with shift,
-    shifted) target that had one."""
+    shifted) target that had one; kernels report no more, so the label itself is in the caller's batch: `target.flatten()[error.row]`."""
     for kernel in _kernels.all_kernels():
         kernel.take_invalid_label()

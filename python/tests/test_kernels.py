@@ -231,7 +231,11 @@ def test_explain_says_that_a_hidden_size_is_padded() -> None:
         (lambda: flce.warmup([{"hidden": 64}]), flce.ArgumentError, r"a layer has 'hidden'; allowed are hidden_size, vocab_size"),
         (lambda: flce.warmup([{"hidden_size": 64}]), flce.ArgumentError, r"a layer has no vocab_size"),
         (lambda: flce.explain(64, 100, colour=1), flce.ArgumentError, r"a layer has 'colour'"),
-        (lambda: flce.get_kernel(64, 100, device="tpu"), flce.PlacementError, r"device is 'tpu'; allowed are cpu, cuda"),
+        (
+            lambda: flce.get_kernel(64, 100, device="tpu"),
+            flce.PlacementError,
+            r"device is 'tpu'; allowed are cpu, cuda.*flce explain --device h100",
+        ),
         (lambda: flce.get_kernel(64, 100, device=3.5), flce.PlacementError, r"device is 3\.5"),  # type: ignore[arg-type]
         (lambda: flce.get_kernel(64, 100, []), flce.DTypeError, r"dtype is \[\]"),  # type: ignore[arg-type]
     ],
