@@ -6,20 +6,17 @@
 #include <utility>
 
 #include "flce/plan.hpp"
+#include "generator/cpu/layout.hpp"
 #include "generator/cpu/rules.hpp"
 #include "generator/cuda/common/cuda_path.hpp"
 
 namespace flce {
 namespace {
 
-using Reason = std::optional<std::string>;
-
 Reason cuda_reason(const Spec& spec, const Device& device, const Plan& plan) {
     const CudaPath& path = cuda_path(plan.path);
-    if (auto reason = path.problem(spec, device)) return reason;
-    if (plan.strategy == Strategy::retain) {
-        if (auto reason = path.retain_problem(spec)) return reason;
-    }
+    if (auto reason = path.problem(spec, device, plan.strategy)) return reason;
+    if (!path.has(plan.strategy)) return fmt::format("{}: {} keeps nothing", to_string(plan.strategy), path.name);
     const CudaPlan& cuda = plan.cuda;
     const std::array<std::tuple<const char*, GemmRole, const GemmTile*>, 4> tiles = {{
         {"forward", forward_role(plan), &cuda.forward},
@@ -62,7 +59,7 @@ std::optional<std::string> illegal_reason(const Spec& any_spec, const Device& de
         return fmt::format("scratch={}: must be from 0 to {} bytes", plan.scratch_bytes, kMostScratch);
     }
     if (auto reason = on_gpu ? cuda_reason(spec, device, plan) : cpu_plan_problem(spec, device, plan)) return reason;
-    const std::int64_t least = on_gpu ? smallest_scratch_bytes(spec, plan) : cpu_smallest_scratch_bytes(spec, plan);
+    const std::int64_t least = on_gpu ? cuda_path(plan.path).least_scratch_bytes(spec, plan) : cpu_least_scratch_bytes(spec, plan);
     if (plan.scratch_bytes < least) return fmt::format("scratch={}: this plan needs at least {} bytes", plan.scratch_bytes, least);
     return std::nullopt;
 }

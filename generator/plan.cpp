@@ -126,8 +126,8 @@ PlanPath read_path(std::string_view value) {
     if (value == kCpuName) return PlanPath::cpu;
     std::string names(kCpuName);
     for (const CudaPath* path : cuda_paths()) {
-        if (value == path->name()) return path->id();
-        names += fmt::format("{}{}", path == cuda_paths().back() ? " or " : ", ", path->name());
+        if (value == path->name) return path->id;
+        names += fmt::format("{}{}", path == cuda_paths().back() ? " or " : ", ", path->name);
     }
     bad_value("path", value, names);
 }
@@ -193,7 +193,7 @@ std::string_view take_until(std::string_view& rest, char separator) {
 std::string_view to_string(PlanPath path) noexcept {
     if (path == PlanPath::cpu) return kCpuName;
     for (const CudaPath* known : cuda_paths()) {
-        if (known->id() == path) return known->name();
+        if (known->id == path) return known->name;
     }
     return "?";
 }

@@ -14,6 +14,7 @@
 #include "flce/plan.hpp"
 #include "generator/cpu/blocks.hpp"
 #include "generator/cuda/common/cuda_path.hpp"
+#include "generator/cuda/common/kernel_role.hpp"
 
 namespace flce {
 namespace {
@@ -93,13 +94,11 @@ void prefer(std::vector<GemmTile>& tiles, const std::function<bool(const GemmTil
 std::vector<Plan> path_candidates(const Spec& spec, const Device& device, const CudaPath& path, Strategy strategy,
                                   const PlanRequest& request, int widest, Search& search) {
     constexpr std::int64_t kChunks[] = {16384, 8192, 32768};
-    auto reason = path.problem(spec, device);
-    if (!reason && strategy == Strategy::retain) reason = path.retain_problem(spec);
-    if (reason) {
+    if (const auto reason = path.problem(spec, device, strategy)) {
         ++search.refusals[*reason];
         return {};
     }
-    Plan best{.path = path.id(), .strategy = strategy, .scratch_bytes = request.scratch_bytes};
+    Plan best{.path = path.id, .strategy = strategy, .scratch_bytes = request.scratch_bytes};
     std::vector<std::vector<GemmTile>> tiles;
     for (const GemmRole role : {forward_role(best), GemmRole::dlogits, GemmRole::grad_hidden, GemmRole::grad_weight}) {
         tiles.push_back(legal_tiles(spec, device, path, role, widest, search));
@@ -107,7 +106,7 @@ std::vector<Plan> path_candidates(const Spec& spec, const Device& device, const 
             // A tile with which grad_weight's memory may be lent is worth more than the differences between tiles. Such a tile waits for
             // the readers of exponentials that it writes over; by turns the other warpgroup multiplies meanwhile, as it does while old
             // values come that are added to.
-            prefer(tiles.back(), [&](const GemmTile& tile) { return path.lends_grad_weight(spec, tile); });
+            prefer(tiles.back(), [&](const GemmTile& tile) { return lends_grad_weight(spec, tile, path.grad_weight_cluster); });
             prefer(tiles.back(), [](const GemmTile& tile) { return tile.schedule == TileSchedule::by_turns; });
         }
         if (tiles.back().empty()) return {};
@@ -143,7 +142,7 @@ std::vector<Plan> cuda_candidates(const Spec& spec, const Device& device, const 
     std::vector<Plan> plans;
     for (const CudaPath* path : cuda_paths()) {
         if (path != cuda_paths().front() && !path->is_own_of(device)) continue;
-        for (const Strategy strategy : path->strategies()) {
+        for (const Strategy strategy : path->strategies) {
             std::ranges::copy(path_candidates(spec, device, *path, strategy, request, widest, search), std::back_inserter(plans));
         }
     }
@@ -206,7 +205,7 @@ Search search_plans(const Spec& spec, const Device& device, const PlanRequest& r
         std::ranges::copy(cuda_candidates(spec, device, request, widest, search), std::back_inserter(candidates));
         search.plans.clear();
         rate(spec, device, candidates, search);
-        const auto on_own_path = [&](const Plan& plan) { return plan.path == own_path->id(); };
+        const auto on_own_path = [&](const Plan& plan) { return plan.path == own_path->id; };
         if (own_path != nullptr ? std::ranges::any_of(search.plans, on_own_path) : !search.plans.empty()) break;
     }
     return search;
@@ -220,12 +219,19 @@ std::string gpu_line(const Device& device, const CudaPath& path) {
     const std::string line =
         fmt::format("{}: {} SMs, {} KiB of shared memory a block; ", gpu.arch, gpu.sm_count, gpu.smem_per_block_bytes / 1024);
     if (has_measured_rates(device)) {
-        return line + fmt::format("modelled: kernels of {} keep up {}, as measured on H100 and H200", path.instruction(), rate);
+        return line + fmt::format("modelled: kernels of {} keep up {}, as measured on H100 and H200", path.instruction, rate);
     }
     return line + fmt::format(
                       "guessed: kernels of {} are assumed to keep up {}; nobody has measured flce on {}, so times by the cost model "
                       "are guesses here",
-                      path.instruction(), rate, gpu.arch);
+                      path.instruction, rate, gpu.arch);
+}
+
+/// Whether a kernel of the plan's makes all of a chunk's gradients.
+bool joins_chunks(const Spec& spec, const Device& device, const Plan& plan) {
+    const std::string joined = fmt::format("flce_{}", to_string(KernelRole::backward_chunks));
+    const std::vector<KernelEntry> kernels = generate_cuda(spec, device, plan).kernels;
+    return std::ranges::find(kernels, joined, &KernelEntry::name) != kernels.end();
 }
 
 std::string refusals_text(const Search& search) {
@@ -288,9 +294,7 @@ OwnMemory own_memory(const Spec& spec, const Device& device, const PlanRequest& 
     const double room =
         request.limit_bytes > 0 ? static_cast<double>(request.limit_bytes) - workspace : static_cast<double>(unlimited_own_bytes(spec));
     if (room < kLeastPart * exponentials) return OwnMemory::none;
-    const bool retains = std::ranges::any_of(
-        cuda_paths(), [&](const CudaPath* path) { return !path->problem(spec, device) && !path->retain_problem(spec); });
-    if (!retains) return OwnMemory::none;
+    if (std::ranges::none_of(cuda_paths(), [&](const CudaPath* path) { return path->can_retain(spec, device); })) return OwnMemory::none;
     if (room < exponentials) return may_lend_grad_weight(spec) ? OwnMemory::none : OwnMemory::part;
     return is_shard(spec) || lendable_part(spec, token_bucket(request.num_tokens)) < 1 ? OwnMemory::all : OwnMemory::none;
 }
@@ -369,7 +373,7 @@ std::vector<std::string> plan_reasons(const Spec& any_spec, const Device& device
         lines.push_back(fmt::format("the weight is fp32 and rounded to {} as it is read{}", to_string(spec.dtype),
                                     device.kind == DeviceKind::cuda ? ", a stretch of the vocabulary at a time, into scratch" : ""));
     }
-    if (device.kind == DeviceKind::cuda && cuda_path(plan.path).joins_chunks(spec, device, plan)) {
+    if (device.kind == DeviceKind::cuda && joins_chunks(spec, device, plan)) {
         lines.emplace_back(
             "chunks that are computed again are one launch, where a call wants both gradients and has more than a few tokens");
     }

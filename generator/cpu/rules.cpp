@@ -43,6 +43,4 @@ std::optional<std::string> cpu_plan_problem(const Spec& spec, const Device& devi
     return std::nullopt;
 }
 
-std::int64_t cpu_smallest_scratch_bytes(const Spec& spec, const Plan& plan) { return cpu_least_scratch_bytes(spec, plan); }
-
 }  // namespace flce

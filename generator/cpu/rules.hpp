@@ -15,7 +15,4 @@ namespace flce {
 /// Why the CPU backend cannot run `plan` on `device`; std::nullopt when it can (scratch is asked for apart).
 [[nodiscard]] std::optional<std::string> cpu_plan_problem(const Spec& spec, const Device& device, const Plan& plan);
 
-/// Least Plan::scratch_bytes with which both passes can walk any number of tokens.
-[[nodiscard]] std::int64_t cpu_smallest_scratch_bytes(const Spec& spec, const Plan& plan);
-
 }  // namespace flce

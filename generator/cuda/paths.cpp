@@ -1,4 +1,4 @@
-// The table of paths. A new one is a line here.
+// The table of paths. A new one is a line here, and an include.
 #include <fmt/format.h>
 
 #include <array>
@@ -11,22 +11,26 @@
 namespace flce {
 
 std::span<const CudaPath* const> cuda_paths() noexcept {
-    static const std::array<const CudaPath*, 2> paths = {&path_sm80(), &path_sm90()};
-    return paths;
+    static constexpr std::array<const CudaPath*, 2> kPaths = {&kPathSm80, &kPathSm90};
+    return kPaths;
 }
 
 const CudaPath& cuda_path(PlanPath path) {
     for (const CudaPath* known : cuda_paths()) {
-        if (known->id() == path) return *known;
+        if (known->id == path) return *known;
     }
     throw InternalError(fmt::format("path number {} is no GPU's", static_cast<int>(path)));
 }
 
 const CudaPath* own_cuda_path(const Spec& spec, const Device& device) {
     for (const CudaPath* path : cuda_paths()) {
-        if (path->is_own_of(device) && !path->problem(spec, device)) return path;
+        if (path->is_own_of(device) && !path->problem(spec, device, Strategy::recompute)) return path;
     }
     return nullptr;
+}
+
+CudaProgram generate_cuda(const Spec& spec, const Device& device, const Plan& plan) {
+    return cuda_path(plan.path).generate(spec, device, plan);
 }
 
 }  // namespace flce

@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "flce/plan.hpp"
-#include "generator/cuda/common/workspace.hpp"
+#include "generator/cuda/sm90/layout.hpp"
 #include "generator/cuda_program.hpp"
 #include "templates/sm90/chunk_phases.cuh"
 #include "templates/sm90/params.cuh"
@@ -227,17 +227,17 @@ TEST(JoinedChunks, TilesOfOtherSizes_EveryChunkIsWholeTiles) {
     for (const std::int64_t scratch : {64, 100, 160, 200, 240, 280, 2048, 4096}) {
         plan.scratch_bytes = scratch << 20;
         ASSERT_EQ(illegal_reason(spec, device, plan), std::nullopt);
-        const BackwardLayout layout = backward_layout(spec, device, plan);
+        const sm90::BackwardLayoutSm90 layout = sm90::backward_layout(spec, device, plan);
         CallSlots slots{};
         slots[static_cast<std::size_t>(Slot::grad_weight)] = std::int64_t{1} << 44;
         for (std::int64_t n = 4000; n < 200'000; n += 1000) {
             slots[static_cast<std::size_t>(Slot::num_tokens)] = n;
             if (evaluate(layout.joined, slots) == 0) continue;
             ++joined;
-            EXPECT_EQ(evaluate(layout.chunk, slots) % 256, 0) << n;
-            EXPECT_EQ(evaluate(layout.even_chunk, slots) % 256, 0) << n;
-            EXPECT_EQ(evaluate(layout.wide_chunk, slots) % 256, 0) << n;
-            EXPECT_EQ(evaluate(layout.even_wide_chunk, slots) % 256, 0) << n;
+            for (const Expr& pair : {layout.chunk, layout.wide_chunk}) {
+                EXPECT_EQ(evaluate(pair, slots) % 256, 0) << n;
+                EXPECT_EQ(evaluate(sm90::first_of_pair(plan, pair), slots) % 256, 0) << n;
+            }
         }
     }
     EXPECT_GT(joined, 10U);

@@ -14,6 +14,7 @@
 #include "flce/spec.hpp"
 #include "generator/cuda/common/source.hpp"
 #include "generator/cuda/common/transform_source.hpp"
+#include "generator/cuda/sm90/path.hpp"
 #include "generator/cuda_program.hpp"
 #include "generator/logit_transforms.hpp"
 #include "templates/common/output_params.cuh"
@@ -388,7 +389,7 @@ TEST(CudaSource, Kernel_IsFoundByItsRole) {
     const Device device = describe_device("h100");
     const Spec spec = parse_spec("D=64,V=1000").normalized();
     const Plan plan = choose_plan(spec, device);
-    const CudaSource source = cuda_path(plan.path).source(spec, device, plan);
+    const CudaSource source = sm90::source(spec, device, plan);
     std::vector<std::string> named;
     for (std::size_t i = 0; i < kKernelRoleCount; ++i) {
         const auto role = static_cast<KernelRole>(i);

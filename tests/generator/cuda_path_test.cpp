@@ -9,6 +9,8 @@
 #include <string>
 
 #include "flce/error.hpp"
+#include "generator/cuda/sm80/path.hpp"
+#include "generator/cuda/sm90/rules.hpp"
 
 namespace flce {
 namespace {
@@ -17,10 +19,10 @@ TEST(CudaPaths, Table_HasEachPathOnceByIdAndName) {
     std::set<PlanPath> ids;
     std::set<std::string_view> names;
     for (const CudaPath* path : cuda_paths()) {
-        EXPECT_TRUE(ids.insert(path->id()).second) << path->name();
-        EXPECT_TRUE(names.insert(path->name()).second) << path->name();
-        EXPECT_EQ(&cuda_path(path->id()), path);
-        EXPECT_EQ(to_string(path->id()), path->name());
+        EXPECT_TRUE(ids.insert(path->id).second) << path->name;
+        EXPECT_TRUE(names.insert(path->name).second) << path->name;
+        EXPECT_EQ(&cuda_path(path->id), path);
+        EXPECT_EQ(to_string(path->id), path->name);
     }
     EXPECT_EQ(ids.count(PlanPath::cpu), 0U);
     EXPECT_THROW((void)cuda_path(PlanPath::cpu), InternalError);
@@ -30,7 +32,7 @@ TEST(CudaPaths, FirstOfTheTable_RunsWhereAnyPathDoes) {
     const Spec spec = parse_spec("D=2048,V=50257");
     for (const char* name : {"sm_80", "sm_89", "sm_90a", "sm_100a", "sm_120"}) {
         const Device device = describe_device(name);
-        EXPECT_EQ(cuda_paths().front()->problem(spec, device), std::nullopt) << name;
+        EXPECT_EQ(cuda_paths().front()->problem(spec, device, Strategy::recompute), std::nullopt) << name;
         const CudaPath* own = own_cuda_path(spec, device);
         EXPECT_EQ(own != nullptr, std::string(name) == "sm_90a") << name;
     }
@@ -46,11 +48,15 @@ TEST(CudaPaths, TilesOfTheTables_KeepTheirWarpsAndTakeWholeWarps) {
                 GemmTile bare = candidate.tile;
                 bare.warps_m = bare.warps_n = 0;
                 bare.schedule = TileSchedule::warp_grid;
-                EXPECT_EQ(path->with_warps(bare, path->warps(candidate.tile)), candidate.tile) << path->name();
-                const KernelBlock block = path->block(spec.normalized(), device, GemmRole::dlogits, candidate.tile);
-                EXPECT_EQ(block.threads % 32, 0) << path->name();
-                EXPECT_GE(block.threads, 32 * path->warps(candidate.tile).m * path->warps(candidate.tile).n) << path->name();
-                EXPECT_GE(block.per_sm, 1) << path->name();
+                EXPECT_EQ(path->with_warps(bare, path->warps(candidate.tile)), candidate.tile) << path->name;
+                const KernelBlock block = path->id == PlanPath::cuda_sm90a
+                                              ? sm90::block(spec.normalized(), GemmRole::dlogits, candidate.tile)
+                                              : sm80::block(spec.normalized(), device, GemmRole::dlogits, candidate.tile);
+                EXPECT_EQ(block.threads % 32, 0) << path->name;
+                EXPECT_GE(block.threads, 32 * path->warps(candidate.tile).m * path->warps(candidate.tile).n) << path->name;
+                const TileRate rate = path->tile_rate(spec.normalized(), device, GemmRole::dlogits, candidate.tile);
+                EXPECT_EQ(rate.blocks_per_sm, block.per_sm) << path->name;
+                EXPECT_GE(block.per_sm, 1) << path->name;
             }
         }
     }

@@ -104,6 +104,7 @@ TEST(Legality, CudaSizes_AreRefusedWithTheirReason) {
                        {"negative scratch", [](Plan& p) { p.scratch_bytes = -1; }, {"scratch=-1"}},
                        {"scratch beyond sense", [](Plan& p) { p.scratch_bytes = INT64_MAX; }, {"scratch=9223372036854775807"}},
                        {"cpu path", [](Plan& p) { p.path = PlanPath::cpu; }, {"path cpu", "GPU"}},
+                       {"retain", [](Plan& p) { p.strategy = Strategy::retain; }, {"retain: cuda_sm80 keeps nothing"}},
                    });
 }
 

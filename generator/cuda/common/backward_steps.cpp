@@ -3,9 +3,7 @@
 #include <cmath>
 #include <utility>
 
-#include "generator/cuda/common/cuda_path.hpp"
 #include "generator/cuda/common/prepare.hpp"
-#include "generator/cuda/common/round_weight.hpp"
 
 namespace flce {
 namespace {
@@ -27,13 +25,13 @@ Statement grad_bias_launch(const BackwardPass& pass, const Chunk& chunk, const R
     const BackwardLayout& layout = pass.layout;
     LaunchBuilder<GradBiasParams> launch(pass.source.kernel(KernelRole::grad_bias), ceil_div(chunk.columns, kRowThreads));
     launch.set(&GradBiasParams::bias_partials, workspace_at(layout.bias_partials))
-        .set(&GradBiasParams::scalars, workspace_at(layout.scalars))
+        .set(&GradBiasParams::scalars, scalars_at())
         .set(&GradBiasParams::accumulator, workspace_at(layout.bias_accumulator))
         .set(&GradBiasParams::grad_bias, slot(Slot::grad_bias) + chunk.first_column * pass.grad_element_bytes)
         .set(&GradBiasParams::ld, chunk.width)
-        .set_list(&GradBiasParams::list, pass.list, workspace_at(layout.scalars), rows.first)
+        .set_list(&GradBiasParams::list, pass.list, rows.first)
         .set(&GradBiasParams::rows, rows.count)
-        .set(&GradBiasParams::block_rows, cuda_path(pass.plan.path).rows_of_bias_partial(pass.plan))
+        .set(&GradBiasParams::block_rows, layout.bias_rows)
         .set(&GradBiasParams::columns, chunk.columns)
         .set(&GradBiasParams::first, equal(rows.number, 0))
         .set(&GradBiasParams::last, is_last(pass, rows));
@@ -45,7 +43,7 @@ Statement teacher_launch(const BackwardPass& pass, const Chunk& chunk, const Row
     using Params = TeacherRowsParams;
     const BackwardLayout& layout = pass.layout;
     LaunchBuilder<Params> launch(pass.source.kernel(kernel), grid);
-    launch.set(&Params::scalars, workspace_at(layout.scalars))
+    launch.set(&Params::scalars, scalars_at())
         .set(&Params::coefficients, workspace_at(layout.coefficients))
         .set(&Params::row_targets, workspace_at(layout.row_targets))
         .set(&Params::row_weights, workspace_at(layout.row_teacher_weights))
@@ -53,7 +51,7 @@ Statement teacher_launch(const BackwardPass& pass, const Chunk& chunk, const Row
         .set(&Params::dlogits, chunk.dlogits)
         .set(&Params::bias_partials, pass.spec.bias ? workspace_at(layout.bias_partials) : Expr(0))
         .set_teacher(&Params::teacher, pass.spec, caller_row(pass, rows.first))
-        .set_list(&Params::list, pass.list, workspace_at(layout.scalars), rows.first)
+        .set_list(&Params::list, pass.list, rows.first)
         .set(&Params::ld, chunk.width)
         .set(&Params::first_column, chunk.first_column)
         .set_slope(&Params::slope, logit_slope(pass.spec))
@@ -69,8 +67,7 @@ BackwardPass::BackwardPass(const Spec& spec, const Plan& plan, const CudaSource&
       plan(plan),
       source(source),
       layout(layout),
-      listing(lists_rows(plan)),
-      list(select(listing, workspace_at(layout.list), 0)),
+      list(select(layout.listing, workspace_at(layout.list), 0)),
       element_bytes(static_cast<std::int64_t>(flce::element_bytes(spec.dtype))),
       grad_element_bytes(static_cast<std::int64_t>(flce::element_bytes(spec.grad_weight_dtype))),
       grad_hidden_bytes(static_cast<std::int64_t>(flce::element_bytes(grad_hidden_dtype(spec)))),
@@ -82,14 +79,13 @@ RowBlock row_block(const BackwardPass& pass, int loop) {
     return {variable(loop), first, min(slot(Slot::num_tokens) - first, pass.layout.rows)};
 }
 
-Expr caller_row(const BackwardPass& pass, const Expr& row) { return select(pass.listing, 0, row); }
+Expr caller_row(const BackwardPass& pass, const Expr& row) { return select(pass.layout.listing, 0, row); }
 
 std::vector<Stretch> stretches(const BackwardPass& pass, const Expr& first_column) {
     const BackwardLayout& layout = pass.layout;
-    const Stretch wide{first_column, layout.wide_chunks, layout.wide_chunk, slot(Slot::grad_weight) + layout.wide_dlogits,
-                       layout.even_wide_chunk};
+    const Stretch wide{first_column, layout.wide_chunks, layout.wide_chunk, slot(Slot::grad_weight) + layout.wide_dlogits};
     const Expr rest = first_column + wide.chunks * wide.width;
-    const Stretch narrow{rest, ceil_div(pass.columns - rest, layout.chunk), layout.chunk, workspace_at(layout.dlogits), layout.even_chunk};
+    const Stretch narrow{rest, ceil_div(pass.columns - rest, layout.chunk), layout.chunk, workspace_at(layout.dlogits)};
     if (wide.chunks.constant() != nullptr) return {narrow};  // there is no memory for wide ones
     return {wide, narrow};
 }
@@ -121,7 +117,7 @@ LaunchBuilder<DlogitsParams> dlogits_launch(const BackwardPass& pass, const Chun
         .set(&DlogitsParams::weight, weight_operand(pass, chunk))
         .set(&DlogitsParams::bias, advanced(slot(Slot::bias), chunk.first_column, pass.element_bytes))
         .set(&DlogitsParams::class_weight, advanced(slot(Slot::class_weight), chunk.first_column, 4))
-        .set(&DlogitsParams::scalars, workspace_at(layout.scalars))
+        .set(&DlogitsParams::scalars, scalars_at())
         .set(&DlogitsParams::coefficients, workspace_at(layout.coefficients))
         .set(&DlogitsParams::row_targets, workspace_at(layout.row_targets))
         .set(&DlogitsParams::dlogits, chunk.dlogits)
@@ -140,7 +136,7 @@ LaunchBuilder<GradHiddenParams> grad_hidden_launch(const BackwardPass& pass, con
     LaunchBuilder<GradHiddenParams> launch(pass.source.kernel(KernelRole::grad_hidden), grid);
     launch.set(&GradHiddenParams::dlogits, chunk.dlogits)
         .set(&GradHiddenParams::weight, weight_operand(pass, chunk))
-        .set(&GradHiddenParams::scalars, workspace_at(pass.layout.scalars))
+        .set(&GradHiddenParams::scalars, scalars_at())
         .set(&GradHiddenParams::accumulator, sum)
         .set(&GradHiddenParams::grad_hidden, slot(Slot::grad_hidden) + caller_row(pass, rows.first) * row_bytes)
         .set(&GradHiddenParams::ld, chunk.width)
@@ -157,7 +153,7 @@ LaunchBuilder<GradWeightParams> grad_weight_launch(const BackwardPass& pass, con
     LaunchBuilder<GradWeightParams> launch(pass.source.kernel(KernelRole::grad_weight), grid);
     launch.set(&GradWeightParams::dlogits, chunk.dlogits)
         .set(&GradWeightParams::hidden, slot(Slot::hidden) + rows.first * (pass.spec.hidden_size * pass.element_bytes))
-        .set(&GradWeightParams::scalars, workspace_at(layout.scalars))
+        .set(&GradWeightParams::scalars, scalars_at())
         .set(&GradWeightParams::accumulator, select(less(1, layout.row_blocks), workspace_at(layout.weight_accumulator), 0))
         .set(&GradWeightParams::grad_weight, chunk_at(pass, chunk, Slot::grad_weight, pass.grad_element_bytes))
         .set(&GradWeightParams::ld, chunk.width)
@@ -199,7 +195,7 @@ Statement chunk_by_chunk(const BackwardPass& pass, const Stretch& stretch, const
 }
 
 std::vector<Statement> coefficient_steps(const BackwardPass& pass) {
-    const Preparation preparation{.scalars = pass.layout.scalars, .want_count = counts_tokens(), .list = pass.list};
+    const Preparation preparation{.want_count = counts_tokens(), .list = pass.list};
     const RowBlock rows = row_block(pass, kCoefficientsLoop);
     return {{If{!prepares_with_rows(pass), {prepare_launch(pass.spec, pass.source, preparation)}}},
             {Loop{kCoefficientsLoop, pass.layout.row_blocks, {coefficients_launch(pass, rows)}}}};
@@ -212,9 +208,9 @@ Statement coefficients_launch(const BackwardPass& pass, const RowBlock& rows) {
     launch
         .set(&RowCoefficientsParams::class_weight,
              is_shard(spec) ? advanced(slot(Slot::target_class_weight), row, 4) : slot(Slot::class_weight))
-        .set(&RowCoefficientsParams::scalars, workspace_at(pass.layout.scalars))
+        .set(&RowCoefficientsParams::scalars, scalars_at())
         .set_targets(&RowCoefficientsParams::targets, spec, row)
-        .set_list(&RowCoefficientsParams::list, pass.list, workspace_at(pass.layout.scalars), rows.first)
+        .set_list(&RowCoefficientsParams::list, pass.list, rows.first)
         .set_count(&RowCoefficientsParams::count)
         .set(&RowCoefficientsParams::lse, slot(Slot::lse) + row * 4)
         .set(&RowCoefficientsParams::entropy, advanced(slot(Slot::entropy), row, 4))

@@ -24,7 +24,6 @@ struct BackwardPass {
     const Plan& plan;
     const CudaSource& source;
     const BackwardLayout& layout;
-    Expr listing;                     ///< whether ignored tokens are left out; constant 0 where the path has no lists
     Expr list;                        ///< address of the list of tokens, or 0
     std::int64_t element_bytes;       ///< bytes of an element of the spec's dtype
     std::int64_t grad_element_bytes;  ///< bytes of an element of the weight's gradient
@@ -55,9 +54,8 @@ struct RowBlock {
 struct Stretch {
     Expr first_column;
     Expr chunks;
-    Expr width;       ///< columns of a chunk; the last may have fewer
-    Expr dlogits;     ///< address
-    Expr even_width;  ///< columns of chunks 0, 2, … where chunks are joined, and `width` is a pair's
+    Expr width;    ///< columns of a chunk, or of a pair that is joined; the last may have fewer
+    Expr dlogits;  ///< address
 };
 /// The vocabulary from `first_column` on: wide chunks, whose dlogits lie in grad_weight's memory, then chunks whose dlogits lie in the
 /// workspace.

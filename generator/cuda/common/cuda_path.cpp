@@ -2,31 +2,65 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
+
+#include "generator/planner.hpp"
+#include "templates/common/params.cuh"
+
 namespace flce {
 
-double CudaPath::tile_efficiency(const Spec& spec, GemmRole role, const GemmTile& tile) const {
-    for (const TileCandidate& candidate : tiles(spec.dtype)) {
-        if (candidate.tile != tile) continue;
-        return role == GemmRole::grad_weight && candidate.grad_weight > 0 ? candidate.grad_weight : candidate.efficiency;
-    }
-    const TileWarps grid = warps(tile);
-    const double warp_m = static_cast<double>(tile.block_m) / grid.m;
-    const double warp_n = static_cast<double>(tile.block_n) / grid.n;
-    const double reuse = warp_m * warp_n / (warp_m + warp_n);  // 32 for 64 × 64
-    return 0.9 * reuse / (reuse + 8.0);
+bool CudaPath::is_own_of(const Device& device) const {
+    return std::ranges::find(own_capabilities, device.gpu.compute_capability) != own_capabilities.end();
 }
 
-CudaPath::Reason oldest_gpu_problem(const Device& device) {
+bool CudaPath::has(Strategy strategy) const { return std::ranges::find(strategies, strategy) != strategies.end(); }
+
+bool CudaPath::can_retain(const Spec& spec, const Device& device) const {
+    return has(Strategy::retain) && !problem(spec, device, Strategy::retain);
+}
+
+TileWarps CudaPath::warps(const GemmTile& tile) const {
+    const auto known = std::ranges::find(schedules, tile.schedule, &ScheduleWarps::schedule);
+    return known != schedules.end() ? known->warps : TileWarps{tile.warps_m, tile.warps_n};
+}
+
+GemmTile CudaPath::with_warps(GemmTile tile, TileWarps warps) const {
+    const auto known = std::ranges::find(schedules, warps, &ScheduleWarps::warps);
+    if (known != schedules.end()) {
+        tile.schedule = known->schedule;
+    } else {
+        tile.warps_m = warps.m;
+        tile.warps_n = warps.n;
+    }
+    return tile;
+}
+
+Reason oldest_gpu_problem(const Device& device) {
     const int capability = device.gpu.compute_capability;
     if (capability >= 80) return std::nullopt;
     return fmt::format("compute capability {}.{}: cuda_sm80 needs 8.0 or newer (mma.sync on bf16, cp.async)", capability / 10,
                        capability % 10);
 }
 
-CudaPath::Reason smem_problem(const Device& device, std::int64_t smem_bytes) {
+Reason smem_problem(const Device& device, std::int64_t smem_bytes) {
     if (smem_bytes <= device.gpu.smem_per_block_bytes) return std::nullopt;
     return fmt::format("needs {} bytes of shared memory a block, {} offers {}", smem_bytes, device.gpu.arch,
                        device.gpu.smem_per_block_bytes);
+}
+
+double tile_efficiency(std::span<const TileCandidate> table, GemmRole role, const GemmTile& tile, TileWarps warps) {
+    for (const TileCandidate& candidate : table) {
+        if (candidate.tile != tile) continue;
+        return role == GemmRole::grad_weight && candidate.grad_weight > 0 ? candidate.grad_weight : candidate.efficiency;
+    }
+    const double warp_m = static_cast<double>(tile.block_m) / warps.m;
+    const double warp_n = static_cast<double>(tile.block_n) / warps.n;
+    const double reuse = warp_m * warp_n / (warp_m + warp_n);  // 32 for 64 × 64
+    return 0.9 * reuse / (reuse + 8.0);
+}
+
+bool lends_grad_weight(const Spec& spec, const GemmTile& grad_weight, int cluster) {
+    return may_lend_grad_weight(spec) && kRetainedColumns % (cluster * grad_weight.block_m) == 0;
 }
 
 int partial_fields(const Spec& spec) {

@@ -1,8 +1,10 @@
 #include "generator/cuda/common/forward_steps.hpp"
 
+#include <algorithm>
+#include <iterator>
 #include <utility>
 
-#include "generator/cuda/common/round_weight.hpp"
+#include "generator/cuda/common/prepare.hpp"
 
 namespace flce {
 namespace {
@@ -14,41 +16,47 @@ Expr loss_of_each() { return reduces_by(ReductionCode::none); }
 Expr one_block() { return less(slot(Slot::num_tokens), kOutputRows + 1); }
 
 /// Where the weight is rounded, target logits of all tokens stay from one stretch to the next; else only target logits of a launch do.
-Expr target_logits_at(const ForwardPass& pass, const LaunchRows& rows) {
-    return workspace_at(pass.layout.target_logits) + (rounds_weight(pass.spec) ? rows.first * 4 : Expr(0));
+Expr target_logits_at(const ForwardPass& pass) {
+    return workspace_at(pass.layout.target_logits) + (rounds_weight(pass.spec) ? pass.rows.first * 4 : Expr(0));
 }
 
-Statement merge_stretch_launch(const ForwardPass& pass, const LaunchRows& rows, const Expr& splits) {
+Statement merge_stretch_launch(const ForwardPass& pass) {
     const ForwardLayout& layout = pass.layout;
+    const LaunchRows& rows = pass.rows;
     LaunchBuilder<MergeStretchParams> launch(pass.source.kernel(KernelRole::merge_stretch), ceil_div(rows.count, kRowThreads));
     launch.set(&MergeStretchParams::partials, workspace_at(layout.partials))
         .set(&MergeStretchParams::running, workspace_at(layout.running) + rows.first * 4)
-        .set(&MergeStretchParams::scalars, workspace_at(layout.scalars))
-        .set_list(&MergeStretchParams::list, pass.list, workspace_at(layout.scalars), rows.first)
+        .set(&MergeStretchParams::scalars, scalars_at())
+        .set_list(&MergeStretchParams::list, pass.list, rows.first)
         .set(&MergeStretchParams::partial_rows, layout.partial_rows)
         .set(&MergeStretchParams::running_rows, layout.running_rows)
         .set(&MergeStretchParams::rows, rows.count)
-        .set(&MergeStretchParams::splits, splits)
+        .set(&MergeStretchParams::splits, pass.splits)
         .set(&MergeStretchParams::first, equal(variable(kStretchLoop), 0));
     return launch.build();
+}
+
+LaunchRows rows_of_launch(const ForwardLayout& layout) {
+    const Expr first = variable(kRowsLoop) * layout.rows;
+    return {first, min(slot(Slot::num_tokens) - first, layout.rows), select(layout.listing, 0, first)};
 }
 
 }  // namespace
 
 ForwardPass::ForwardPass(const Spec& spec, const Plan& plan, const CudaSource& source, const ForwardLayout& layout)
-    : spec(spec), plan(plan), source(source), layout(layout), list(select(lists_rows(plan), workspace_at(layout.list), 0)) {}
+    : spec(spec),
+      plan(plan),
+      source(source),
+      layout(layout),
+      list(select(layout.listing, workspace_at(layout.list), 0)),
+      rows(rows_of_launch(layout)),
+      columns{0, vocab_columns(spec)} {
+    if (!rounds_weight(spec)) return;
+    columns.first = variable(kStretchLoop) * layout.stretch;
+    columns.count = min(vocab_columns(spec) - columns.first, layout.stretch);
+}
 
 int forward_loops(const Spec& spec) noexcept { return rounds_weight(spec) ? 2 : 1; }
-
-LaunchRows launch_rows(const ForwardPass& pass) {
-    const Expr first = variable(kRowsLoop) * pass.layout.rows;
-    return {first, min(slot(Slot::num_tokens) - first, pass.layout.rows), select(lists_rows(pass.plan), 0, first)};
-}
-
-ColumnRange stretch_columns(const ForwardPass& pass) {
-    const Expr first = variable(kStretchLoop) * pass.layout.stretch;
-    return {first, min(vocab_columns(pass.spec) - first, pass.layout.stretch)};
-}
 
 Expr temperatures_at(const LaunchRows& rows) { return advanced(slot(Slot::temperature), rows.base, 4); }
 
@@ -56,37 +64,29 @@ Expr hidden_row_at(const Spec& spec, const Expr& row) {
     return slot(Slot::hidden) + row * (spec.hidden_size * static_cast<std::int64_t>(element_bytes(spec.dtype)));
 }
 
-LaunchBuilder<ForwardParams> forward_launch(const ForwardPass& pass, const LaunchRows& rows, KernelRole kernel, const Expr& grid_x,
-                                            const Expr& grid_y, const Expr& splits) {
+Expr weight_at(const ForwardPass& pass) { return rounds_weight(pass.spec) ? workspace_at(pass.layout.rounded_weight) : slot(Slot::weight); }
+
+LaunchBuilder<ForwardParams> forward_launch(const ForwardPass& pass, KernelRole kernel, const Expr& grid_x, const Expr& grid_y) {
     const ForwardLayout& layout = pass.layout;
+    const LaunchRows& rows = pass.rows;
     LaunchBuilder<ForwardParams> launch(pass.source.kernel(kernel), grid_x, grid_y);
     launch.set(&ForwardParams::hidden, hidden_row_at(pass.spec, rows.base))
-        .set(&ForwardParams::weight, rounds_weight(pass.spec) ? workspace_at(layout.rounded_weight) : slot(Slot::weight))
+        .set(&ForwardParams::weight, weight_at(pass))
         .set(&ForwardParams::bias, slot(Slot::bias))
         .set(&ForwardParams::class_weight, slot(Slot::class_weight))
         .set_targets(&ForwardParams::targets, pass.spec, rows.base)
         .set(&ForwardParams::partials, workspace_at(layout.partials))
-        .set(&ForwardParams::target_logits, target_logits_at(pass, rows))
+        .set(&ForwardParams::target_logits, target_logits_at(pass))
         .set(&ForwardParams::partial_rows, layout.partial_rows)
         .set(&ForwardParams::rows, rows.count)
-        .set(&ForwardParams::splits, splits)
+        .set(&ForwardParams::splits, pass.splits)
         .set_transform(&ForwardParams::transform, pass.spec);
     return launch;
 }
 
-Statement stretch_loop(const ForwardPass& pass, const LaunchRows& rows, const Expr& splits, std::vector<Statement> gemm) {
-    const ForwardLayout& layout = pass.layout;
-    const ColumnRange columns = stretch_columns(pass);
-    std::vector<Statement> of_rows = std::move(gemm);
-    of_rows.push_back(merge_stretch_launch(pass, rows, splits));
-    std::vector<Statement> of_stretch;
-    of_stretch.push_back(round_weight_launch(pass.spec, pass.source, columns.first, columns.count, workspace_at(layout.rounded_weight)));
-    of_stretch.push_back({Loop{kRowsLoop, layout.launches, std::move(of_rows)}});
-    return {Loop{kStretchLoop, layout.stretches, std::move(of_stretch)}};
-}
-
-std::vector<Statement> teacher_logits_steps(const ForwardPass& pass, const LaunchRows& rows) {
+std::vector<Statement> teacher_logits_steps(const ForwardPass& pass) {
     using Params = TeacherLogitsParams;
+    const LaunchRows& rows = pass.rows;
     if (pass.spec.teacher_top_k == 0) return {};
     LaunchBuilder<Params> launch(pass.source.kernel(KernelRole::teacher_logits), rows.count);
     launch.set(&Params::hidden, hidden_row_at(pass.spec, rows.base))
@@ -96,7 +96,7 @@ std::vector<Statement> teacher_logits_steps(const ForwardPass& pass, const Launc
         .set_teacher(&Params::teacher, pass.spec, rows.base)
         .set(&Params::invalid_label, slot(Slot::invalid_label))
         .set(&Params::temperature, temperatures_at(rows))
-        .set_list(&Params::list, pass.list, workspace_at(pass.layout.scalars), rows.first)
+        .set_list(&Params::list, pass.list, rows.first)
         .set(&Params::first_row, rows.base)
         .set_transform(&Params::transform, pass.spec);
     return {launch.build()};
@@ -137,28 +137,28 @@ void set_outputs(LaunchBuilder<Params>& launch, const Spec& spec, const LaunchRo
 
 /// Sets the addresses of forward's sums of a launch's rows.
 template <class Params>
-void set_found(LaunchBuilder<Params>& launch, const ForwardPass& pass, const LaunchRows& rows, const Expr& splits,
-               const RetainedRowsAt& retained) {
+void set_found(LaunchBuilder<Params>& launch, const ForwardPass& pass, const RetainedRowsAt& retained) {
     const ForwardLayout& layout = pass.layout;
+    const LaunchRows& rows = pass.rows;
     const bool running = rounds_weight(pass.spec);  // sums over all stretches of the vocabulary: one part
     const Expr partials = running ? workspace_at(layout.running) + rows.first * 4 : workspace_at(layout.partials);
-    launch
-        .set_found(&Params::found, {.partials = partials,
-                                    .target_logits = target_logits_at(pass, rows),
-                                    .scalars = workspace_at(layout.scalars),
-                                    .references = retained.references,
-                                    .retained_target_logits = retained.target_logits,
-                                    .stale = retained.stale,
-                                    .partial_rows = running ? layout.running_rows : layout.partial_rows,
-                                    .splits = running ? Expr(1) : splits})
-        .set_list(&Params::list, pass.list, workspace_at(layout.scalars), rows.first)
+    launch.set(&Params::found, &SplitSumsParams::partials, partials)
+        .set(&Params::found, &SplitSumsParams::target_logits, target_logits_at(pass))
+        .set(&Params::found, &SplitSumsParams::scalars, scalars_at())
+        .set(&Params::found, &SplitSumsParams::references, retained.references)
+        .set(&Params::found, &SplitSumsParams::retained_target_logits, retained.target_logits)
+        .set(&Params::found, &SplitSumsParams::stale, retained.stale)
+        .set(&Params::found, &SplitSumsParams::partial_rows, running ? layout.running_rows : layout.partial_rows)
+        .set(&Params::found, &SplitSumsParams::splits, running ? Expr(1) : pass.splits)
+        .set_list(&Params::list, pass.list, rows.first)
         .set(&Params::class_weight, slot(Slot::class_weight));
 }
 
-Statement shard_sums_launch(const ForwardPass& pass, const LaunchRows& rows, const Expr& splits, const RetainedRowsAt& retained) {
+Statement shard_sums_launch(const ForwardPass& pass, const RetainedRowsAt& retained) {
     using Params = ShardSumsParams;
+    const LaunchRows& rows = pass.rows;
     LaunchBuilder<Params> launch(pass.source.kernel(KernelRole::shard_sums), ceil_div(rows.count, kOutputRows));
-    set_found(launch, pass, rows, splits, retained);
+    set_found(launch, pass, retained);
     launch.set_targets(&Params::targets, pass.spec, rows.base)
         .set(&Params::temperature, temperatures_at(rows))
         .set(&Params::sums, slot(Slot::partial_sums) + rows.base * 4)
@@ -182,11 +182,11 @@ Statement reduce_loss_launch(const CudaSource& source, const Expr& partials) {
 
 }  // namespace
 
-Statement row_outputs_launch(const ForwardPass& pass, const LaunchRows& rows, const Expr& splits, const RetainedRowsAt& retained) {
-    if (is_shard(pass.spec)) return shard_sums_launch(pass, rows, splits, retained);
-    LaunchBuilder<RowOutputsParams> launch(pass.source.kernel(KernelRole::row_outputs), ceil_div(rows.count, kOutputRows));
-    set_found(launch, pass, rows, splits, retained);
-    set_outputs(launch, pass.spec, rows, pass.layout.loss_partials, all_classes(pass.spec));
+Statement row_outputs_launch(const ForwardPass& pass, const RetainedRowsAt& retained) {
+    if (is_shard(pass.spec)) return shard_sums_launch(pass, retained);
+    LaunchBuilder<RowOutputsParams> launch(pass.source.kernel(KernelRole::row_outputs), ceil_div(pass.rows.count, kOutputRows));
+    set_found(launch, pass, retained);
+    set_outputs(launch, pass.spec, pass.rows, pass.layout.loss_partials, all_classes(pass.spec));
     return launch.build();
 }
 
@@ -195,19 +195,42 @@ std::vector<Statement> with_columns(const Spec& spec, std::vector<Statement> ste
     return {{If{less(0, vocab_columns(spec)), std::move(steps)}}};
 }
 
-std::vector<Statement> reduce_loss_steps(const ForwardPass& pass) {
-    if (is_shard(pass.spec)) return {};  // merge has the loss
-    return {reduce_loss_launch(pass.source, pass.layout.loss_partials)};
+std::vector<Statement> for_all_rows(const ForwardPass& pass, std::vector<Statement> steps) {
+    std::vector<Statement> body = {{Loop{kRowsLoop, pass.layout.launches, std::move(steps)}}};
+    if (!is_shard(pass.spec)) body.push_back(reduce_loss_launch(pass.source, pass.layout.loss_partials));  // else merge has the loss
+    return body;
 }
 
-LaunchProgram merge_program(const Spec& spec, const CudaSource& source, const MergeLayout& layout) {
+std::vector<Statement> outputs_of_gemm(const ForwardPass& pass, std::vector<Statement> gemm) {
+    std::vector<Statement> body;
+    std::vector<Statement> steps;
+    if (rounds_weight(pass.spec)) {
+        gemm.push_back(merge_stretch_launch(pass));
+        std::vector<Statement> of_stretch;
+        of_stretch.push_back(round_weight_launch(pass.spec, pass.source, pass.columns.first, pass.columns.count, weight_at(pass)));
+        of_stretch.push_back({Loop{kRowsLoop, pass.layout.launches, std::move(gemm)}});
+        body.push_back({Loop{kStretchLoop, pass.layout.stretches, std::move(of_stretch)}});
+    } else {
+        steps = with_columns(pass.spec, std::move(gemm));
+    }
+    std::ranges::move(teacher_logits_steps(pass), std::back_inserter(steps));
+    steps.push_back(row_outputs_launch(pass, {}));
+    std::ranges::move(for_all_rows(pass, std::move(steps)), std::back_inserter(body));
+    return body;
+}
+
+namespace {
+
+/// Outputs from all shards' sums; empty where the spec is not a shard's. The workspace has parts of the loss alone.
+LaunchProgram merge_program(const Spec& spec, const CudaSource& source) {
     using Params = MergeShardsParams;
     if (!is_shard(spec)) return {};
-    const Expr first = variable(kRowsLoop) * MergeLayout::kMostRows;
-    const LaunchRows rows{first, min(slot(Slot::num_tokens) - first, MergeLayout::kMostRows), first};
+    constexpr std::int64_t kMostRows = std::int64_t{1} << 30;  // rows of a launch
+    const Expr first = variable(kRowsLoop) * kMostRows;
+    const LaunchRows rows{first, min(slot(Slot::num_tokens) - first, kMostRows), first};
     const ShardFields fields = shard_fields(spec);
     LaunchBuilder<Params> launch(source.kernel(KernelRole::merge_shards), ceil_div(rows.count, kOutputRows));
-    set_outputs(launch, spec, rows, layout.loss_partials, all_classes(spec));
+    set_outputs(launch, spec, rows, 0, all_classes(spec));
     launch.set(&Params::sums, slot(Slot::all_partial_sums) + rows.base * 4)
         .set(&Params::target_class_weight, advanced(slot(Slot::target_class_weight), rows.base, 4))
         .set(&Params::class_weight_total, slot(Slot::class_weight_total))
@@ -215,11 +238,21 @@ LaunchProgram merge_program(const Spec& spec, const CudaSource& source, const Me
         .set(&Params::stride, slot(Slot::num_tokens) * fields.count)
         .set(&Params::shards, slot(Slot::num_shards));
     LaunchProgram program{.body = {}, .variable_count = kRowsLoop + 1};
-    program.body.push_back({Loop{kRowsLoop, ceil_div(slot(Slot::num_tokens), MergeLayout::kMostRows), {launch.build()}}});
-    program.body.push_back(reduce_loss_launch(source, layout.loss_partials));
+    program.body.push_back({Loop{kRowsLoop, ceil_div(slot(Slot::num_tokens), kMostRows), {launch.build()}}});
+    program.body.push_back(reduce_loss_launch(source, 0));
     if (fields.class_weight_total >= 0) {  // a row of merge writes it, but there may be no row
         program.body.push_back({If{equal(slot(Slot::num_tokens), 0), {Statement{MemsetZero{slot(Slot::class_weight_total), 4}}}}});
     }
+    return program;
+}
+
+}  // namespace
+
+CudaProgram program_of(const Spec& spec, const CudaSource& source) {
+    CudaProgram program{.units = source.units, .options = source.options, .kernels = source.kernels};
+    program.merge = merge_program(spec, source);
+    const Expr loss_bytes = ceil_div(slot(Slot::num_tokens), kOutputRows) * static_cast<std::int64_t>(sizeof(LossPartial));
+    if (is_shard(spec)) program.merge_workspace_bytes = round_up(loss_bytes, kWorkspaceAlignment);
     return program;
 }
 

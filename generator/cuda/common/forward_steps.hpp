@@ -2,6 +2,7 @@
 // around its own GEMM. Every step's inputs are its arguments.
 #pragma once
 
+#include <utility>
 #include <vector>
 
 #include "flce/plan.hpp"
@@ -12,16 +13,6 @@
 #include "generator/launch_program.hpp"
 
 namespace flce {
-
-struct ForwardPass {
-    const Spec& spec;
-    const Plan& plan;
-    const CudaSource& source;
-    const ForwardLayout& layout;
-    Expr list;  ///< address of the list of tokens, or 0
-
-    ForwardPass(const Spec& spec, const Plan& plan, const CudaSource& source, const ForwardLayout& layout);
-};
 
 // The loop variables of a forward program.
 inline constexpr int kRowsLoop = 0;     ///< loop over launches, each of some of the tokens
@@ -34,32 +25,48 @@ struct LaunchRows {
     Expr count;
     Expr base;  ///< the row at which the caller's tensors are taken to begin: the call's first where there is a list
 };
-/// Tokens of the launch that kRowsLoop is at.
-[[nodiscard]] LaunchRows launch_rows(const ForwardPass& pass);
-
-/// Address of the rows' temperatures, from `base` on; 0 without.
-[[nodiscard]] Expr temperatures_at(const LaunchRows& rows);
 
 /// Columns of the vocabulary.
 struct ColumnRange {
     Expr first;
     Expr count;
 };
-/// The stretch that kStretchLoop is at.
-[[nodiscard]] ColumnRange stretch_columns(const ForwardPass& pass);
+
+struct ForwardPass {
+    const Spec& spec;
+    const Plan& plan;
+    const CudaSource& source;
+    const ForwardLayout& layout;
+    Expr list;            ///< address of the list of tokens, or 0
+    LaunchRows rows;      ///< tokens of the launch that kRowsLoop is at
+    Expr splits{0};       ///< partial sums of a row, 0 where only the device knows how many
+    ColumnRange columns;  ///< columns that a GEMM computes: all, or the stretch that kStretchLoop is at
+
+    ForwardPass(const Spec& spec, const Plan& plan, const CudaSource& source, const ForwardLayout& layout);
+};
+
+/// Address of the rows' temperatures, from `base` on; 0 without.
+[[nodiscard]] Expr temperatures_at(const LaunchRows& rows);
 
 /// Address of row `row` of the hidden states.
 [[nodiscard]] Expr hidden_row_at(const Spec& spec, const Expr& row);
+/// Address of the weight that GEMMs read: the caller's, or what has been rounded.
+[[nodiscard]] Expr weight_at(const ForwardPass& pass);
 
-/// Parameters that the GEMM's kernels of every path have. `splits`: partial sums of a row, 0 where only the device knows how many.
-[[nodiscard]] LaunchBuilder<ForwardParams> forward_launch(const ForwardPass& pass, const LaunchRows& rows, KernelRole kernel,
-                                                          const Expr& grid_x, const Expr& grid_y, const Expr& splits);
-
-/// Runs over all stretches of the vocabulary: each is rounded, computed for all tokens by `gemm`, and merged with the stretches before it.
-[[nodiscard]] Statement stretch_loop(const ForwardPass& pass, const LaunchRows& rows, const Expr& splits, std::vector<Statement> gemm);
+/// Parameters that the GEMM's kernels of every path have.
+[[nodiscard]] LaunchBuilder<ForwardParams> forward_launch(const ForwardPass& pass, KernelRole kernel, const Expr& grid_x,
+                                                          const Expr& grid_y);
+/// The launch of a GEMM, with the stretch of the vocabulary where the weight is rounded: `Stretch` extends `Params`.
+template <class Stretch, class Params>
+[[nodiscard]] Statement build_gemm(const ForwardPass& pass, LaunchBuilder<Params> launch) {
+    if (!rounds_weight(pass.spec)) return build_tempered(std::move(launch), pass.spec, temperatures_at(pass.rows));
+    LaunchBuilder<Stretch> of_stretch(std::move(launch));
+    of_stretch.set(&Stretch::first_column, pass.columns.first).set(&Stretch::columns, pass.columns.count);
+    return build_tempered(std::move(of_stretch), pass.spec, temperatures_at(pass.rows));
+}
 
 /// Logits of the classes that a teacher names, before row_outputs: one launch, or none where the spec has no teacher.
-[[nodiscard]] std::vector<Statement> teacher_logits_steps(const ForwardPass& pass, const LaunchRows& rows);
+[[nodiscard]] std::vector<Statement> teacher_logits_steps(const ForwardPass& pass);
 
 /// Addresses of a launch's rows in retained memory; 0: nothing is retained.
 struct RetainedRowsAt {
@@ -68,15 +75,18 @@ struct RetainedRowsAt {
     Expr stale{0};
 };
 /// A shard's sums, or outputs where there are no shards.
-[[nodiscard]] Statement row_outputs_launch(const ForwardPass& pass, const LaunchRows& rows, const Expr& splits,
-                                           const RetainedRowsAt& retained);
-/// The scalar loss, where no block of row_outputs has written it: one launch, or none for a shard.
-[[nodiscard]] std::vector<Statement> reduce_loss_steps(const ForwardPass& pass);
+[[nodiscard]] Statement row_outputs_launch(const ForwardPass& pass, const RetainedRowsAt& retained);
 
 /// `steps`, which need a class, where the call has one.
 [[nodiscard]] std::vector<Statement> with_columns(const Spec& spec, std::vector<Statement> steps);
 
-/// Outputs from all shards' sums; empty where the spec is not a shard's.
-[[nodiscard]] LaunchProgram merge_program(const Spec& spec, const CudaSource& source, const MergeLayout& layout);
+/// `steps` of every launch's rows, and the scalar loss where no block of row_outputs has written it.
+[[nodiscard]] std::vector<Statement> for_all_rows(const ForwardPass& pass, std::vector<Statement> steps);
+/// All of a pass whose `gemm` retains nothing, but what comes before it. A weight that is rounded is so a stretch of the vocabulary at a
+/// time: each is computed for all tokens, and merged with the stretches before it.
+[[nodiscard]] std::vector<Statement> outputs_of_gemm(const ForwardPass& pass, std::vector<Statement> gemm);
+
+/// A program of these kernels with merge alone: outputs from all shards' sums, where the spec is a shard's.
+[[nodiscard]] CudaProgram program_of(const Spec& spec, const CudaSource& source);
 
 }  // namespace flce

@@ -8,18 +8,18 @@
 
 namespace flce {
 
-GemmCost::GemmCost(const CudaPath& path, const Spec& spec, const Device& device, const Plan& plan)
-    : path_(path), spec_(spec), device_(device), plan_(plan) {
+GemmCost::GemmCost(const Spec& spec, const Device& device, const Plan& plan)
+    : path_(cuda_path(plan.path)), spec_(spec), device_(device), plan_(plan) {
     // fp32: TF32 has half of bf16's rate, and three products make one.
-    rate_ = device.gpu.bf16_flops * path.rate_share(device) / (spec.dtype == DType::fp32 ? 6.0 : 1.0);
+    rate_ = device.gpu.bf16_flops * path_.rate_share(device) / (spec.dtype == DType::fp32 ? 6.0 : 1.0);
 }
 
 double GemmCost::seconds(GemmRole role, const GemmTile& tile, const GemmSize& size, double bytes) const {
-    const double blocks_per_sm = path_.block(spec_, device_, role, tile).per_sm;
-    const double slots = device_.gpu.sm_count * blocks_per_sm;
+    const TileRate rate = path_.tile_rate(spec_, device_, role, tile);
+    const double slots = device_.gpu.sm_count * static_cast<double>(rate.blocks_per_sm);
     const double tiles = up_div(size.m, tile.block_m) * up_div(size.n, tile.block_n);
-    const double depth = up_div(size.k, tile.block_k) * tile.block_k + path_.epilogue_depth(spec_, role, tile, blocks_per_sm);
-    const double tile_seconds = 2.0 * tile.block_m * tile.block_n * depth * slots / (rate_ * path_.tile_efficiency(spec_, role, tile));
+    const double depth = up_div(size.k, tile.block_k) * tile.block_k + rate.epilogue_depth;
+    const double tile_seconds = 2.0 * tile.block_m * tile.block_n * depth * slots / (rate_ * rate.efficiency);
     return std::max(up_div(tiles, slots) * tile_seconds, bytes / device_.gpu.bandwidth_bytes_per_s) + kLaunchSeconds;
 }
 
@@ -30,7 +30,7 @@ double GemmCost::logits_bytes(const GemmTile& tile, double num_tokens, double vo
 }
 
 Cost gpu_forward_cost(const Spec& spec, const Device& device, const Plan& plan, double num_tokens, double retained) {
-    const GemmCost gemm(cuda_path(plan.path), spec, device, plan);
+    const GemmCost gemm(spec, device, plan);
     const double n = num_tokens;
     const double d = static_cast<double>(spec.hidden_size);
     const double v = static_cast<double>(spec.vocab_size);
@@ -41,8 +41,8 @@ Cost gpu_forward_cost(const Spec& spec, const Device& device, const Plan& plan, 
     return cost;
 }
 
-Cost chunked_backward_cost(const CudaPath& path, const Spec& spec, const Device& device, const Plan& plan, double num_tokens) {
-    const GemmCost gemm(path, spec, device, plan);
+Cost chunked_backward_cost(const Spec& spec, const Device& device, const Plan& plan, double num_tokens) {
+    const GemmCost gemm(spec, device, plan);
     const double n = num_tokens;
     const double d = static_cast<double>(spec.hidden_size);
     const double v = static_cast<double>(spec.vocab_size);

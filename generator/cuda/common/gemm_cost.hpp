@@ -13,7 +13,7 @@ struct GemmSize {
 
 class GemmCost {
 public:
-    GemmCost(const CudaPath& path, const Spec& spec, const Device& device, const Plan& plan);
+    GemmCost(const Spec& spec, const Device& device, const Plan& plan);
 
     /// `bytes`: moved to and from memory.
     [[nodiscard]] double seconds(GemmRole role, const GemmTile& tile, const GemmSize& size, double bytes) const;
@@ -32,7 +32,7 @@ private:
 
 [[nodiscard]] Cost gpu_forward_cost(const Spec& spec, const Device& device, const Plan& plan, double num_tokens, double retained);
 /// Backward with the three GEMMs of each chunk one after the other.
-[[nodiscard]] Cost chunked_backward_cost(const CudaPath& path, const Spec& spec, const Device& device, const Plan& plan, double num_tokens);
+[[nodiscard]] Cost chunked_backward_cost(const Spec& spec, const Device& device, const Plan& plan, double num_tokens);
 /// Vocabulary rows of a chunk, as scratch allows: the gradients of a column's logits and its rounded weights have to fit.
 [[nodiscard]] double gpu_chunk_rows(const Spec& spec, const Plan& plan, double num_tokens);
 /// Adds the pass that rounds the weight, where the spec's is rounded.

@@ -1,50 +1,39 @@
-// The kernels of a kernel set, each by its work. Every path has kernels of its own for these roles; cuda_source says which of them a set
-// has.
+// The kernels of a kernel set, each by its work. Every path has kernels of its own for these roles; `source` of a path says which of them a
+// set has.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <string_view>
 
 namespace flce {
 
-enum class KernelRole : std::uint8_t {
-    // Forward.
-    forward,
-    forward_few,    ///< forward with few tokens
-    references,
-    teacher_logits,
-    merge_stretch,
-    row_outputs,
-    shard_sums,  ///< in the place of row_outputs where the vocabulary lies on several ranks
-    // Merge, which has merge_shards in the place of row_outputs.
-    merge_shards,
-    reduce_loss,
-    // Backward.
-    row_coefficients,
-    retained_rows,
-    smoothing_sums,
-    smoothing_totals,
-    retained_bias,
-    dlogits,
-    grad_hidden,
-    grad_weight,
-    backward_chunks,  ///< the three above, of all chunks of the vocabulary in one launch
-    hidden_chunks,    ///< backward_chunks without grad_weight
-    teacher_dlogits,
-    teacher_bias,
-    grad_bias,
-    scatter_rows,
-    make_room,
-    zero_columns,
-    // Both passes.
-    prepare,
-    gather_rows,
-    round_weight,
-};
-inline constexpr std::size_t kKernelRoleCount = static_cast<std::size_t>(KernelRole::round_weight) + 1;
+// clang-format off
+#define FLCE_KERNEL_ROLES(X)                                                                              \
+    /* Forward. */                                                                                        \
+    X(forward) X(forward_few /* with few tokens */) X(references) X(teacher_logits) X(merge_stretch)      \
+    X(row_outputs) X(shard_sums /* for row_outputs where the vocabulary lies on several ranks */)         \
+    /* Merge, which has merge_shards in the place of row_outputs. */                                      \
+    X(merge_shards) X(reduce_loss)                                                                        \
+    /* Backward. backward_chunks: the three GEMMs of all chunks; hidden_chunks: without grad_weight. */   \
+    X(row_coefficients) X(retained_rows) X(smoothing_sums) X(smoothing_totals) X(retained_bias)           \
+    X(dlogits) X(grad_hidden) X(grad_weight) X(backward_chunks) X(hidden_chunks)                          \
+    X(teacher_dlogits) X(teacher_bias) X(grad_bias) X(scatter_rows) X(make_room) X(zero_columns)          \
+    /* Both passes. */                                                                                    \
+    X(prepare) X(gather_rows) X(round_weight)
+// clang-format on
+
+#define FLCE_ROLE(name) name,
+enum class KernelRole : std::uint8_t { FLCE_KERNEL_ROLES(FLCE_ROLE) };
+#undef FLCE_ROLE
+
+#define FLCE_ROLE_NAME(name) std::string_view(#name),
+inline constexpr std::array kKernelRoleNames = {FLCE_KERNEL_ROLES(FLCE_ROLE_NAME)};
+#undef FLCE_ROLE_NAME
+inline constexpr std::size_t kKernelRoleCount = kKernelRoleNames.size();
 
 /// "grad_hidden": the name without the prefix that symbols of cubins have.
-[[nodiscard]] std::string_view to_string(KernelRole role) noexcept;
+[[nodiscard]] constexpr std::string_view to_string(KernelRole role) { return kKernelRoleNames.at(static_cast<std::size_t>(role)); }
 
 }  // namespace flce

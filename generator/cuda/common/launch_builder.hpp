@@ -27,27 +27,6 @@ struct MappedMatrix {
     Expr block_bytes{0};  ///< TensorMapField's
 };
 
-/// The fields of a SumShare.
-struct SumShareFields {
-    Expr room;
-    Expr cluster_rows;
-    Expr column_tiles;
-    Expr clusters;
-    Expr slices;
-};
-
-/// The fields of a SplitSumsParams.
-struct SplitSumsFields {
-    Expr partials;
-    Expr target_logits;
-    Expr scalars;
-    Expr references;
-    Expr retained_target_logits;
-    Expr stale;
-    Expr partial_rows;
-    Expr splits;
-};
-
 /// Classes of the whole layer, from label `first` on, that a pass over a shard's spec has.
 struct ClassRange {
     Expr first;
@@ -55,6 +34,11 @@ struct ClassRange {
 };
 [[nodiscard]] inline ClassRange classes_of_call() { return {slot(Slot::vocab_start), slot(Slot::vocab_columns)}; }
 [[nodiscard]] inline ClassRange all_classes(const Spec& spec) { return {0, whole_vocab_size(spec)}; }
+
+/// An address in the workspace.
+[[nodiscard]] inline Expr workspace_at(const Expr& offset) { return slot(Slot::workspace) + offset; }
+/// Address of the pass's PassScalars.
+[[nodiscard]] inline Expr scalars_at() { return slot(Slot::workspace); }
 
 template <class Params>
 class LaunchBuilder {
@@ -79,6 +63,13 @@ public:
         static_assert(kBytes == 4 || kBytes == 8, "a field of a launch program");
         return field(offset_of<Member>(member), kBytes, std::move(value));
     }
+    /// `member` of the struct that `part` is.
+    template <class Part, class Member, class Holder>
+    LaunchBuilder& set(Part Holder::* part, Member Part::* member, Expr value) {
+        constexpr std::uint32_t kBytes = sizeof(Member);  // NOLINT(bugprone-sizeof-expression)
+        static_assert(kBytes == 4 || kBytes == 8, "a field of a launch program");
+        return field(offset_of<Part>(part) + LaunchBuilder<Part>::offset_of(member), kBytes, std::move(value));
+    }
     template <class Member, std::size_t kCount, class Holder>
     LaunchBuilder& set_element(Member* (Holder::*member)[kCount], std::size_t index, Expr value) {
         return field(offset_of<Member* [kCount]>(member) + static_cast<std::uint32_t>(index * sizeof(Member*)), sizeof(Member*),
@@ -95,80 +86,50 @@ public:
 
     /// Labels from `first_row` on. `classes`: classes of the pass, where the spec is a shard's.
     template <class Holder>
-    LaunchBuilder& set_targets(TargetParams Holder::* member, const Spec& spec, const Expr& first_row,
+    LaunchBuilder& set_targets(TargetParams Holder::* targets, const Spec& spec, const Expr& first_row,
                                const ClassRange& classes = classes_of_call()) {
-        const std::uint32_t base = offset_of<TargetParams>(member);
         if (is_shard(spec)) {
-            field(base + offsetof(TargetParams, first_class), 8, classes.first);
-            field(base + offsetof(TargetParams, columns), 4, classes.count);
+            set(targets, &TargetParams::first_class, classes.first).set(targets, &TargetParams::columns, classes.count);
         }
-        field(base + offsetof(TargetParams, target), 8, slot(Slot::target) + first_row * floor_div(slot(Slot::target_bits), 8));
-        field(base + offsetof(TargetParams, ignore_index), 8, slot(Slot::ignore_index));
-        return field(base + offsetof(TargetParams, bits), 4, slot(Slot::target_bits));
+        set(targets, &TargetParams::target, slot(Slot::target) + first_row * floor_div(slot(Slot::target_bits), 8));
+        set(targets, &TargetParams::ignore_index, slot(Slot::ignore_index));
+        return set(targets, &TargetParams::bits, slot(Slot::target_bits));
     }
-    /// `list` is an address in the workspace, or 0.
+    /// `rows` is an address in the workspace, or 0.
     template <class Holder>
-    LaunchBuilder& set_list(RowList Holder::* member, const Expr& list, const Expr& scalars, const Expr& first) {
-        const std::uint32_t base = offset_of<RowList>(member);
-        field(base + offsetof(RowList, rows), 8, list);
-        field(base + offsetof(RowList, valid), 8, scalars + static_cast<std::int64_t>(offsetof(PassScalars, valid_rows)));
-        return field(base + offsetof(RowList, first), 4, first);
+    LaunchBuilder& set_list(RowList Holder::* list, const Expr& rows, const Expr& first) {
+        set(list, &RowList::rows, rows);
+        set(list, &RowList::valid, scalars_at() + static_cast<std::int64_t>(offsetof(PassScalars, valid_rows)));
+        return set(list, &RowList::first, first);
     }
     /// The teacher of rows from `first_row` on, where the spec has one. `classes`: as in set_targets.
     template <class Holder>
-    LaunchBuilder& set_teacher(TeacherParams Holder::* member, const Spec& spec, const Expr& first_row,
+    LaunchBuilder& set_teacher(TeacherParams Holder::* teacher, const Spec& spec, const Expr& first_row,
                                const ClassRange& classes = classes_of_call()) {
         if (spec.teacher_top_k == 0) return *this;
-        const std::uint32_t base = offset_of<TeacherParams>(member);
         if (is_shard(spec)) {
-            field(base + offsetof(TeacherParams, first_class), 8, classes.first);
-            field(base + offsetof(TeacherParams, columns), 4, classes.count);
+            set(teacher, &TeacherParams::first_class, classes.first).set(teacher, &TeacherParams::columns, classes.count);
         }
         const Expr first = first_row * std::int64_t{spec.teacher_top_k};
-        field(base + offsetof(TeacherParams, ids), 8, slot(Slot::teacher_ids) + first * floor_div(slot(Slot::teacher_bits), 8));
-        field(base + offsetof(TeacherParams, probs), 8, slot(Slot::teacher_probs) + first * 4);
+        set(teacher, &TeacherParams::ids, slot(Slot::teacher_ids) + first * floor_div(slot(Slot::teacher_bits), 8));
+        set(teacher, &TeacherParams::probs, slot(Slot::teacher_probs) + first * 4);
         Expr logprobs = slot(Slot::teacher_logprobs) + first * 4;
         if (is_shard(spec)) {  // forward's logits are a part of its sums
             const Expr logits = slot(Slot::partial_sums) + (slot(Slot::num_tokens) * shard_fields(spec).teacher_logits + first_row) * 4;
             logprobs = select(equal(slot(Slot::partial_sums), 0), logprobs, logits);
-            field(base + offsetof(TeacherParams, shard_rows), 8, slot(Slot::num_tokens));
+            set(teacher, &TeacherParams::shard_rows, slot(Slot::num_tokens));
         }
-        field(base + offsetof(TeacherParams, logprobs), 8, logprobs);
-        field(base + offsetof(TeacherParams, bits), 4, slot(Slot::teacher_bits));
-        return field(base + offsetof(TeacherParams, top_k), 4, spec.teacher_top_k);
-    }
-    template <class Holder>
-    LaunchBuilder& set_found(SplitSumsParams Holder::* member, const SplitSumsFields& found) {
-        const std::uint32_t base = offset_of<SplitSumsParams>(member);
-        field(base + offsetof(SplitSumsParams, partials), 8, found.partials);
-        field(base + offsetof(SplitSumsParams, target_logits), 8, found.target_logits);
-        field(base + offsetof(SplitSumsParams, scalars), 8, found.scalars);
-        field(base + offsetof(SplitSumsParams, references), 8, found.references);
-        field(base + offsetof(SplitSumsParams, retained_target_logits), 8, found.retained_target_logits);
-        field(base + offsetof(SplitSumsParams, stale), 8, found.stale);
-        field(base + offsetof(SplitSumsParams, partial_rows), 8, found.partial_rows);
-        return field(base + offsetof(SplitSumsParams, splits), 4, found.splits);
+        set(teacher, &TeacherParams::logprobs, logprobs).set(teacher, &TeacherParams::bits, slot(Slot::teacher_bits));
+        return set(teacher, &TeacherParams::top_k, spec.teacher_top_k);
     }
     template <class Holder>
     LaunchBuilder& set_slope(LogitSlope Holder::* member, const LogitSlope& slope) {
-        const std::uint32_t base = offset_of<LogitSlope>(member);
-        field(base + offsetof(LogitSlope, scale), 4, float_bits(slope.scale));
-        return field(base + offsetof(LogitSlope, inverse_softcap), 4, float_bits(slope.inverse_softcap));
+        set(member, &LogitSlope::scale, float_bits(slope.scale));
+        return set(member, &LogitSlope::inverse_softcap, float_bits(slope.inverse_softcap));
     }
-    template <class Holder>
-    LaunchBuilder& set_share(SumShare Holder::* member, const SumShareFields& share) {
-        const std::uint32_t base = offset_of<SumShare>(member);
-        field(base + offsetof(SumShare, room), 4, share.room);
-        field(base + offsetof(SumShare, cluster_rows), 4, share.cluster_rows);
-        field(base + offsetof(SumShare, column_tiles), 4, share.column_tiles);
-        field(base + offsetof(SumShare, clusters), 4, share.clusters);
-        return field(base + offsetof(SumShare, slices), 4, share.slices);
-    }
-    LaunchBuilder& set_count(CountParams Params::* member) {
-        const std::uint32_t base = offset_of(member);
-        field(base + offsetof(CountParams, num_valid), 8, slot(Slot::num_valid));
-        field(base + offsetof(CountParams, code), 4, slot(Slot::num_valid_code));
-        return field(base + offsetof(CountParams, reduction), 4, slot(Slot::reduction));
+    LaunchBuilder& set_count(CountParams Params::* count) {
+        set(count, &CountParams::num_valid, slot(Slot::num_valid)).set(count, &CountParams::code, slot(Slot::num_valid_code));
+        return set(count, &CountParams::reduction, slot(Slot::reduction));
     }
     template <class Holder>
     LaunchBuilder& set_transform(float (Holder::*member)[kMaxTransformParameters], const Spec& spec) {
@@ -210,9 +171,6 @@ template <class Params>
     LaunchBuilder<Tempered<Params>> tempered(std::move(launch));
     return tempered.set(&Tempered<Params>::temperatures, temperatures).build();
 }
-
-/// An address in the workspace.
-[[nodiscard]] inline Expr workspace_at(const Expr& offset) { return slot(Slot::workspace) + offset; }
 
 /// Whether the call has the tensor.
 [[nodiscard]] inline Expr present(Slot tensor) { return !equal(slot(tensor), 0); }

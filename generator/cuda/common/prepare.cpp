@@ -14,7 +14,7 @@ Statement prepare_launch(const Spec& spec, const CudaSource& source, const Prepa
             .set(&PrepareParams::class_weight_total, slot(Slot::class_weight_total));
     }
     launch.set(&PrepareParams::class_weight, slot(Slot::class_weight))
-        .set(&PrepareParams::scalars, workspace_at(preparation.scalars))
+        .set(&PrepareParams::scalars, scalars_at())
         .set_targets(&PrepareParams::targets, spec, 0)
         .set_count(&PrepareParams::count)
         .set(&PrepareParams::token_weight, slot(Slot::token_weight))
@@ -37,6 +37,19 @@ Statement prepare_launch(const Spec& spec, const CudaSource& source, const Prepa
         launch.set(&PrepareParams::top1, slot(Slot::top1)).set(&PrepareParams::invalid_label, slot(Slot::invalid_label));
     }
     return launch.build();
+}
+
+Statement round_weight_launch(const Spec& spec, const CudaSource& source, const Expr& first, const Expr& rows, const Expr& rounded) {
+    const bool vocab_major = spec.layout == WeightLayout::vocab_major;
+    const auto element = static_cast<std::int64_t>(element_bytes(weight_dtype(spec)));
+    constexpr std::int64_t kElementsOfBlock = std::int64_t{8} * kRowThreads;
+    const Expr squares = ceil_div(rows, kRoundedTile) * ceil_div(spec.hidden_size, kRoundedTile);
+    const Expr blocks = vocab_major ? ceil_div(rows * spec.hidden_size, kElementsOfBlock) : squares;
+    LaunchBuilder<RoundWeightParams> launch(source.kernel(KernelRole::round_weight), blocks);
+    launch.set(&RoundWeightParams::weight, slot(Slot::weight) + first * (element * (vocab_major ? spec.hidden_size : 1)))
+        .set(&RoundWeightParams::rounded, rounded)
+        .set(&RoundWeightParams::rows, rows);
+    return {If{less(0, slot(Slot::num_tokens)), {launch.build()}}};
 }
 
 }  // namespace flce

@@ -1,4 +1,5 @@
-// The launch that a pass over many tokens starts with: totals of class weights, the divisors of a mean, the list of valid tokens.
+// Launches that both passes have: the one that a pass over many tokens starts with (totals of class weights, the divisors of a mean, the
+// list of valid tokens), and the one that rounds an fp32 weight of a 16-bit dtype into the workspace.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +11,6 @@
 namespace flce {
 
 struct Preparation {
-    std::int64_t scalars = 0;   ///< offset of PassScalars in the workspace
     Expr want_count{0};         ///< whether the divisors of a mean are computed
     Expr list{0};               ///< address of the list, or 0
     bool outputs = false;       ///< whether forward's outputs of tokens that are not listed become 0
@@ -22,5 +22,9 @@ struct Preparation {
 [[nodiscard]] bool sums_class_weights(const Spec& spec) noexcept;
 
 [[nodiscard]] Statement prepare_launch(const Spec& spec, const CudaSource& source, const Preparation& preparation);
+
+/// Rounds weight rows (hidden_major: columns) [first, first + rows) of the vocabulary to `rounded`, an address.
+[[nodiscard]] Statement round_weight_launch(const Spec& spec, const CudaSource& source, const Expr& first, const Expr& rows,
+                                            const Expr& rounded);
 
 }  // namespace flce

@@ -6,7 +6,6 @@
 #include "generator/cuda/common/falls.hpp"
 #include "generator/cuda/common/transform_source.hpp"
 #include "generator/logit_transforms.hpp"
-#include "templates/common/params.cuh"
 
 namespace flce {
 namespace {
@@ -49,7 +48,7 @@ std::string transform_functions(const Spec& spec, const Plan& plan, const std::s
     return text;
 }
 
-std::string problem_struct(const Spec& spec, const Plan& plan) {
+std::string problem_struct(const Spec& spec, const Plan& plan, const KernelFamily& family) {
     const bool long_sums = spec.hidden_size >= kLongSum;
     const std::string math = spec.dtype == DType::fp32 ? "flce::PreciseMath" : long_sums ? "flce::FastLongMath" : "flce::FastMath";
     std::string text = "struct Problem : flce::PlainProblem {\n";
@@ -66,11 +65,10 @@ std::string problem_struct(const Spec& spec, const Plan& plan) {
     text += fmt::format("    enum : bool {{ entropy = {} }};\n", spec.outputs.entropy);
     text += fmt::format("    enum : bool {{ accumulate = {} }};\n", spec.grad_weight_mode == GradMode::accumulate);
     text += fmt::format("    enum : bool {{ retain = {} }};\n", plan.strategy == Strategy::retain);
-    text += fmt::format("    enum : bool {{ lists_rows = {} }};\n", cuda_path(plan.path).lists_tokens());
+    text += fmt::format("    enum : bool {{ lists_rows = {} }};\n", family.lists_rows);
     text += fmt::format("    enum : bool {{ rounds_weight = {} }};\n", rounds_weight(spec));
     text += fmt::format("    enum : int {{ raster = {} }};\n", plan.cuda.raster);
-    if (spec.batch_invariant)
-        text += fmt::format("    enum : int {{ segment_tiles = {} }};\n", cuda_path(plan.path).segment_tiles(spec, plan));
+    if (spec.batch_invariant) text += fmt::format("    enum : int {{ segment_tiles = {} }};\n", family.segment_tiles);
     if (spec.outputs.top1) text += "    enum : bool { top1 = true };\n";
     if (spec.outputs.log_sum_sq_probs) text += "    enum : bool { square_sum = true };\n";
     if (spec.temperature) text += "    enum : bool { temperature = true };\n";
@@ -107,8 +105,10 @@ void CudaSource::add(KernelRole role, const KernelEntry& entry) {
     numbers_.at(static_cast<std::size_t>(role)) = static_cast<int>(kernels.size());
 }
 
-KernelWriter::KernelWriter(const Spec& spec, const Device& device, const Plan& plan, std::string_view header, bool overlaps)
-    : spec_(spec), configuration_(fmt::format("#include \"flce/{}\"\n\n", header) + problem_struct(spec, plan)), overlaps_(overlaps) {
+KernelWriter::KernelWriter(const Spec& spec, const Device& device, const Plan& plan, const KernelFamily& family)
+    : spec_(spec),
+      configuration_(fmt::format("#include \"flce/{}\"\n\n", family.header) + problem_struct(spec, plan, family)),
+      overlaps_(family.overlaps) {
     source_.options = {"--gpu-architecture=" + device.gpu.arch, "--std=c++17"};
     source_.units = {{configuration_, {}}};
 }
@@ -126,36 +126,37 @@ void KernelWriter::gemm(const GemmKernel& kernel) {
 
 void KernelWriter::row_kernels() {
     if (is_shard(spec_)) {
-        rows(KernelRole::shard_sums, "ShardSumsParams", "shard_sums", kOutputThreads, Waits::before_it_calls);
-        rows(KernelRole::merge_shards, "MergeShardsParams", "merge_shards", kOutputThreads, Waits::before_it_calls);
+        rows(KernelRole::shard_sums, "ShardSumsParams", kOutputThreads, Waits::before_it_calls);
+        rows(KernelRole::merge_shards, "MergeShardsParams", kOutputThreads, Waits::before_it_calls);
     } else {
-        rows(KernelRole::row_outputs, "RowOutputsParams", "row_outputs_kernel", kOutputThreads);
+        rows(KernelRole::row_outputs, "RowOutputsParams", kOutputThreads, Waits::before, "row_outputs_kernel");
     }
-    rows(KernelRole::reduce_loss, "ReduceLossParams", "reduce_loss", kReduceThreads);
-    rows(KernelRole::prepare, "PrepareParams", "prepare", kReduceThreads, Waits::before_it_calls);
-    rows(KernelRole::row_coefficients, "RowCoefficientsParams", "row_coefficients_kernel", kRowThreads, Waits::before_it_calls);
+    rows(KernelRole::reduce_loss, "ReduceLossParams", kReduceThreads);
+    rows(KernelRole::prepare, "PrepareParams", kReduceThreads, Waits::before_it_calls);
+    rows(KernelRole::row_coefficients, "RowCoefficientsParams", kRowThreads, Waits::before_it_calls, "row_coefficients_kernel");
 }
 
 void KernelWriter::option_kernels() {
     if (rounds_weight(spec_)) {
-        rows(KernelRole::round_weight, "RoundWeightParams", "round_weight", kRowThreads);
-        rows(KernelRole::merge_stretch, "MergeStretchParams", "merge_stretch", kRowThreads);
+        rows(KernelRole::round_weight, "RoundWeightParams");
+        rows(KernelRole::merge_stretch, "MergeStretchParams");
     }
     if (spec_.teacher_top_k > 0) {
-        rows(KernelRole::teacher_logits, "TeacherLogitsParams", "teacher_logits", kRowThreads);
-        rows(KernelRole::teacher_dlogits, "TeacherRowsParams", "teacher_dlogits", kRowThreads);
-        if (spec_.bias) rows(KernelRole::teacher_bias, "TeacherRowsParams", "teacher_bias", kReduceThreads);
+        rows(KernelRole::teacher_logits, "TeacherLogitsParams");
+        rows(KernelRole::teacher_dlogits, "TeacherRowsParams");
+        if (spec_.bias) rows(KernelRole::teacher_bias, "TeacherRowsParams", kReduceThreads);
     }
-    if (spec_.bias) rows(KernelRole::grad_bias, "GradBiasParams", "grad_bias", kRowThreads);
-    if (zeroes_columns(spec_)) rows(KernelRole::zero_columns, "ZeroColumnsParams", "zero_columns", kRowThreads);
+    if (spec_.bias) rows(KernelRole::grad_bias, "GradBiasParams");
+    if (zeroes_columns(spec_)) rows(KernelRole::zero_columns, "ZeroColumnsParams");
 }
 
-void KernelWriter::rows(KernelRole role, std::string_view params, std::string_view function, int threads, Waits waits) {
+void KernelWriter::rows(KernelRole role, std::string_view params, int threads, Waits waits, std::string_view function) {
     // Kernels over tiles are those of a spec without a teacher.
     const char* problem = spec_.teacher_top_k > 0 ? "flce::Taught<Problem>" : "Problem";
     std::string begin;
     if (overlaps_ && waits != Waits::itself) begin += "flce::ptx::griddepcontrol_wait();\n    ";
     if (overlaps_ && waits == Waits::before_it_calls) begin += "flce::ptx::griddepcontrol_launch_dependents();\n    ";
+    if (function.empty()) function = to_string(role);
     add(source_.units.front(), role, params, fmt::format("{}flce::{}<{}>(p)", begin, function, problem), {.threads = threads});
     source_.units.front().kernels.back().overlaps_previous = overlaps_;
     source_.kernels.back().overlaps_previous = overlaps_;

@@ -12,6 +12,7 @@
 #include "generator/cuda/common/cuda_path.hpp"
 #include "generator/cuda/common/kernel_role.hpp"
 #include "generator/cuda_program.hpp"
+#include "templates/common/params.cuh"
 
 namespace flce {
 
@@ -40,13 +41,21 @@ struct GemmKernel {
     std::string problem = "Problem";  ///< type that the kernel is an instance for
 };
 
+/// A path's kernels, as far as the text of their units depends on it.
+struct KernelFamily {
+    std::string_view header;  ///< file of templates/ that includes everything that the path instantiates
+    /// Whether kernels over rows may be brought onto the GPU while the kernel before them on the stream still runs, and wait there for its
+    /// end (sm_90 and newer).
+    bool overlaps = false;
+    bool lists_rows = false;  ///< whether kernels may leave ignored tokens out by a list of the others
+    int segment_tiles = 0;    ///< tiles of forward that are summed up apart from all others, with batch_invariant
+};
+
 /// Collects kernels, and for each the extern "C" function that instantiates it: GEMM kernels in units of their own, the small ones in the
 /// first.
 class KernelWriter {
 public:
-    /// `header`: of templates/, includes everything that the path instantiates. `overlaps`: kernels over rows may be brought onto the GPU
-    /// while the kernel before them on the stream still runs, and wait there for its end (sm_90 and newer).
-    KernelWriter(const Spec& spec, const Device& device, const Plan& plan, std::string_view header, bool overlaps = false);
+    KernelWriter(const Spec& spec, const Device& device, const Plan& plan, const KernelFamily& family);
 
     void gemm(const GemmKernel& kernel);
     /// Kernels over rows that every path's forward and backward have.
@@ -56,8 +65,9 @@ public:
     /// Who waits for the end of the launch before, where launches overlap. before_it_calls: as `before`, and then the next launch's blocks
     /// may come onto free SMs. Not of a kernel that leaves SMs free for a collective's blocks.
     enum class Waits : std::uint8_t { before, before_it_calls, itself };
-    /// A kernel over rows. `function` is the template's name.
-    void rows(KernelRole role, std::string_view params, std::string_view function, int threads, Waits waits = Waits::before);
+    /// A kernel over rows. `function`: the template's name, where that is not the role's.
+    void rows(KernelRole role, std::string_view params, int threads = kRowThreads, Waits waits = Waits::before,
+              std::string_view function = {});
 
     [[nodiscard]] CudaSource finish() && { return std::move(source_); }
 

@@ -1,9 +1,10 @@
-// How the passes of a CUDA program cut their work and where things lie in the workspace, as expressions over the number of tokens.
+// Parts of a path's layouts: how a pass cuts its work and where things lie in the workspace, as expressions over the number of tokens. A
+// path calls these functions for what every path has, and adds places of its own. PassScalars lie at the beginning of every workspace.
 #pragma once
 
 #include <cstdint>
+#include <utility>
 
-#include "flce/device.hpp"
 #include "flce/plan.hpp"
 #include "flce/spec.hpp"
 #include "generator/launch_program.hpp"
@@ -12,37 +13,49 @@ namespace flce {
 
 inline constexpr std::int64_t kWorkspaceAlignment = 256;
 
+/// Hands out aligned pieces of memory, from `begin` on.
+class Pieces {
+public:
+    explicit Pieces(Expr begin = Expr(0)) : end_(std::move(begin)) {}
+    Expr take(const Expr& bytes) {
+        const Expr at = end_;
+        end_ = end_ + round_up(bytes, kWorkspaceAlignment);
+        return at;
+    }
+    [[nodiscard]] const Expr& end() const { return end_; }
+
+private:
+    Expr end_;
+};
+
+[[nodiscard]] inline std::int64_t multiple_below(std::int64_t value, std::int64_t multiple) { return value / multiple * multiple; }
+[[nodiscard]] inline std::int64_t multiple_above(std::int64_t value, std::int64_t multiple) {
+    return (value + multiple - 1) / multiple * multiple;
+}
+
 /// Classes that the call's weight has: constant, but of a shard. Work is bounded by them, memory by the most that a call may have.
 [[nodiscard]] Expr vocab_columns(const Spec& spec);
 /// Rows (vocab_major) that the call's weight has in memory.
 [[nodiscard]] Expr weight_rows(const Spec& spec);
 
-/// How forward cuts the tokens of a call.
-struct ForwardRows {
-    Expr rows{0};                  ///< rows of a launch; the last may have fewer
-    Expr partials{0};              ///< partial sums of a launch: numbers of each field
-    std::int64_t share_words = 0;  ///< words of 4 bytes, by which clusters share the launches' work
-};
+/// Whether scratch has a place for a list of tokens.
+[[nodiscard]] bool has_lists(const Plan& plan);
 
-/// Whether ignored tokens are left out of a pass: with more than kRowThreads tokens, where the list has a place in the workspace. The
-/// expression is constant where the path has no lists.
-[[nodiscard]] Expr lists_rows(const Plan& plan);
+// Forward.
 
 /// Forward runs over `rows` tokens at a time, so that its partial sums stay small for any number of tokens.
 struct ForwardLayout {
     Expr rows{0};  ///< rows of a launch; the last may have fewer
     Expr launches{0};
     Expr partial_rows{0};  ///< leading dimension of the partial sums
+    Expr listing{0};       ///< whether ignored tokens are left out: constant 0 where the path has no lists
     // Offsets in the workspace, bytes.
-    std::int64_t scalars = 0;
     Expr list{0};
-    std::int64_t shares = 0;  ///< counters of `share_words` words, by which clusters share the work
-    std::int64_t share_words = 0;
+    std::int64_t counters = 0;  ///< offset of the path's counters, which `prepare` sets to 0
+    std::int64_t counter_words = 0;
     Expr target_logits{0};
     Expr loss_partials{0};
     Expr partials{0};
-    Expr compact{0};   ///< hidden states of listed tokens, where the caller's workspace goes further than `total`
-    Expr compacts{0};  ///< whether the caller's workspace goes further, and tokens are listed
     // Fields for a weight that is rounded a stretch of the vocabulary at a time: how the stretches are cut, and offsets.
     std::int64_t stretch = 0;  ///< columns of each but the last
     Expr stretches{0};
@@ -52,13 +65,34 @@ struct ForwardLayout {
     Expr total{0};
 };
 
+/// A path's choices for forward.
+struct ForwardCut {
+    Expr rows{0};                    ///< ForwardLayout::rows
+    Expr partials{0};                ///< partial sums of a launch: numbers of each field
+    std::int64_t stretch = 0;        ///< forward_stretch
+    std::int64_t counter_words = 0;  ///< words of 4 bytes
+    bool lists = false;              ///< whether ignored tokens may be left out; has_lists
+};
+[[nodiscard]] ForwardLayout place_forward(const Spec& spec, const ForwardCut& cut);
+
+/// Most bytes that forward's partial sums take.
+inline constexpr std::int64_t kForwardPartialBytes = 768 << 10;
+/// Most bytes of partial sums where other parts of the pass need scratch too.
+[[nodiscard]] std::int64_t partial_bytes(const Plan& plan);
+/// Columns of the vocabulary that a launch of forward computes: all, or a stretch of whole `quantum`s whose weight is rounded before.
+[[nodiscard]] std::int64_t forward_stretch(const Spec& spec, const Plan& plan, std::int64_t quantum);
+
+// Backward.
+
 /// Backward walks the vocabulary in chunks. All tokens take part in a chunk at once unless their number makes chunks narrower
 /// than is worthwhile; then tokens are cut into row blocks and a chunk's grad_weight is summed over them in fp32.
 struct BackwardLayout {
     Expr rows{0};  ///< tokens of a row block
     Expr row_blocks{0};
-    Expr chunk{0};  ///< vocabulary rows of a chunk; the leading dimension of dz
-    std::int64_t scalars = 0;
+    Expr chunk{0};             ///< vocabulary rows of a chunk; the leading dimension of dz
+    Expr listing{0};           ///< ForwardLayout's
+    std::int64_t bias_rows{};  ///< BackwardNeeds'
+    // Offsets in the workspace, bytes.
     Expr list{0};
     Expr coefficients{0};
     Expr row_targets{0};
@@ -70,48 +104,51 @@ struct BackwardLayout {
     Expr rounded_weight{0};  ///< [chunk, D] in the spec's dtype, where the weight is rounded
     Expr weight_accumulator{0};
     Expr hidden_accumulator{0};
-    Expr sum_rows{0};  ///< rows that hidden_accumulator has room for: N, or more where so few tokens need several parts (SumShare)
     /// Wide chunks, the first of the vocabulary: their dlogits lie at the end of grad_weight's memory, while grad_weight is not written
     /// yet.
     Expr wide_chunk{0};
     Expr wide_chunks{0};   ///< 0 where there is no such memory: grad_weight is accumulated into or is not vocab_major
     Expr wide_dlogits{0};  ///< offset in grad_weight, bytes
-    /// Columns of an even-numbered chunk where chunks are joined in one launch; chunk and wide_chunk are then a pair's. 0: chunks are never
-    /// joined.
-    Expr even_chunk{0};
-    Expr even_wide_chunk{0};
-    Expr joined{0};  ///< whether this number of tokens joins chunks, where the call wants both gradients
-    /// Joined chunks where the call wants grad_hidden alone: groups of tokens one after the other, with wider chunks in dlogits' place. 0
-    /// groups: chunks are not joined.
-    Expr hidden_groups{0};
-    Expr hidden_rows{0};   ///< tokens of a group
-    Expr hidden_chunk{0};  ///< columns of a chunk
-    Expr progress{0};
-    std::int64_t progress_bytes = 0;
-    Expr smoothing{0};  ///< SmoothingTotalsParams' totals and sums, where exponentials are retained with label smoothing
-    /// Counters of two Paces, of TailParts' tiles, of the readers of each block of retained exponentials, and last of rows that
-    /// scatter_rows scales.
-    Expr counters{0};
-    std::int64_t counter_count = 0;
-    Expr total{0};  ///< total bytes, at most plan.scratch_bytes + workspace_of_tokens
+    Expr total{0};         ///< total bytes, at most plan.scratch_bytes + workspace_of_tokens
 };
 
-/// Workspace that a path's backward needs, whatever the number of tokens.
+/// A path's needs for backward.
 struct BackwardNeeds {
-    std::int64_t progress_bytes = 0;  ///< counters of the tiles of joined chunks
-    bool sums_apart = false;          ///< grad_hidden's sum always has memory in the workspace, which other things use too
+    std::int64_t bias_rows = 0;  ///< tokens whose gradients dlogits adds up to one partial sum of a bias's
+    bool lists = false;          ///< ForwardCut's
+    std::int64_t own_bytes = 0;  ///< bytes of the path's own places, whatever the number of tokens
 };
 
-/// Whether all chunks of a call are one launch: BackwardLayout's fields of the same names.
-struct JoinedChunks {
-    Expr joined{0};
-    Expr even_chunk{0};
-    Expr even_wide_chunk{0};
-    Expr hidden_groups{0};
-    Expr hidden_rows{0};
-    Expr hidden_chunk{0};
-    std::int64_t progress_bytes = 0;
+/// Sizes of backward that do not depend on the number of tokens.
+struct BackwardSizes {
+    BackwardNeeds needs;
+    std::int64_t reserve;      ///< bytes for everything that has the same size for any number of tokens
+    std::int64_t budget;       ///< bytes for everything else but dH's accumulator
+    std::int64_t quantum;      ///< chunks are multiples of this
+    std::int64_t chunk_limit;  ///< widest chunk
+    std::int64_t chunk;        ///< chunk of row blocks
+    std::int64_t rows;         ///< rows of a row block
+    std::int64_t rows_limit;   ///< up to this many tokens take part at once
+    std::int64_t least;        ///< least scratch_bytes with which the layout keeps its bound
 };
+[[nodiscard]] BackwardSizes backward_sizes(const Spec& spec, const Plan& plan, const BackwardNeeds& needs);
+
+/// Widest chunk, in whole quanta, that scratch has room for where all tokens take part. `sum_rows`: rows of grad_hidden's sum.
+[[nodiscard]] Expr widest_chunk(const Spec& spec, const BackwardSizes& sizes, const Expr& sum_rows);
+/// Chunks and row blocks. `whole_chunk`: the chunk where all tokens take part, at most widest_chunk.
+[[nodiscard]] BackwardLayout cut_backward(const BackwardSizes& sizes, const Expr& whole_chunk);
+
+/// Whether the memory of a grad_weight that will be written has room for wide chunks until then.
+[[nodiscard]] bool may_widen_chunks(const Spec& spec);
+/// Widest chunk, in whole quanta, that is worth its memory: with many tokens grad_hidden's sum is gone through less often.
+[[nodiscard]] Expr widest_wide_chunk(const Spec& spec, const BackwardSizes& sizes);
+/// Adds wide chunks of at most widest_wide_chunk, behind the `retained` columns.
+void add_wide_chunks(const Spec& spec, const Expr& wide_chunk, const Expr& retained, BackwardLayout& layout);
+
+/// Places everything that all paths have but grad_hidden's sum, behind which `total` is.
+[[nodiscard]] Pieces place_backward(const Spec& spec, const BackwardSizes& sizes, BackwardLayout& layout);
+
+// Retained memory.
 
 /// Memory that forward leaves for backward in Slot::retained where the plan retains: exponentials of the first columns of the vocabulary in
 /// blocks of [N, kRetainedColumns], and the references that exponentials are relative to. A function of Slot::retained_bytes and
@@ -133,39 +170,11 @@ struct RetainedLayout {
     Expr most{0};         ///< most bytes that there is a use for
     Expr lendable{0};     ///< bytes of grad_weight that may be lent; 0 where its memory will not do
 };
-[[nodiscard]] RetainedLayout retained_layout(const Spec& spec, const Plan& plan);
+/// `lends`: lends_grad_weight. Nothing is retained where the plan's strategy is another.
+[[nodiscard]] RetainedLayout retained_layout(const Spec& spec, const Plan& plan, bool lends);
 /// Retained memory that backward reads: none in a call that has an entropy's gradient, which needs the logits again.
-[[nodiscard]] RetainedLayout retained_for_backward(const Spec& spec, const Plan& plan);
-
-/// Merge goes over rows once.
-struct MergeLayout {
-    static constexpr std::int64_t kMostRows = std::int64_t{1} << 30;  ///< rows of a launch
-    Expr loss_partials{0};                                            ///< offset, bytes
-    Expr total{0};
-};
-[[nodiscard]] MergeLayout merge_layout();
-
-[[nodiscard]] ForwardLayout forward_layout(const Spec& spec, const Device& device, const Plan& plan);
-[[nodiscard]] BackwardLayout backward_layout(const Spec& spec, const Device& device, const Plan& plan);
-
-/// Least scratch_bytes for which backward_layout holds its bound.
-[[nodiscard]] std::int64_t smallest_scratch_bytes(const Spec& spec, const Plan& plan);
-
-// Parts of the paths' layouts.
-
-[[nodiscard]] inline std::int64_t multiple_below(std::int64_t value, std::int64_t multiple) { return value / multiple * multiple; }
-[[nodiscard]] inline std::int64_t multiple_above(std::int64_t value, std::int64_t multiple) {
-    return (value + multiple - 1) / multiple * multiple;
-}
-/// Most bytes that forward's partial sums take.
-inline constexpr std::int64_t kForwardPartialBytes = 768 << 10;
-/// Most bytes of partial sums where other parts of the pass need scratch too.
-[[nodiscard]] std::int64_t partial_bytes(const Plan& plan);
-/// Columns of the vocabulary that a launch of forward computes: all, or a stretch whose weight is rounded before.
-[[nodiscard]] std::int64_t forward_stretch(const Spec& spec, const Plan& plan);
-/// Tiles of a whole stretch.
-[[nodiscard]] std::int64_t forward_tiles(const Spec& spec, const Plan& plan, const GemmTile& tile);
-/// Whether the plan's path has lists of tokens and scratch for them.
-[[nodiscard]] bool has_lists(const Plan& plan);
+[[nodiscard]] RetainedLayout retained_for_backward(const Spec& spec, const Plan& plan, bool lends);
+/// Blocks of kRetainedColumns that the vocabulary has.
+[[nodiscard]] std::int64_t retained_blocks(const Spec& spec);
 
 }  // namespace flce

@@ -1,10 +1,9 @@
-#include "generator/cuda/sm80/backward_program.hpp"
-
 #include <algorithm>
 #include <iterator>
 #include <utility>
 
 #include "generator/cuda/common/backward_steps.hpp"
+#include "generator/cuda/sm80/path.hpp"
 
 namespace flce::sm80 {
 namespace {

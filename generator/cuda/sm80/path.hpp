@@ -1,10 +1,37 @@
-// Path cuda_sm80: the kernels that run on sm_80 and everything newer (mma.sync, cp.async).
+// The path cuda_sm80: mma.sync, on every GPU from sm_80 on.
 #pragma once
 
 #include "generator/cuda/common/cuda_path.hpp"
+#include "generator/cuda/common/source.hpp"
+#include "generator/cuda/common/workspace.hpp"
 
 namespace flce {
 
-[[nodiscard]] const CudaPath& path_sm80();
+extern const CudaPath kPathSm80;
 
+namespace sm80 {
+
+// Rules for tiles, and the resources that kernels take of an SM.
+[[nodiscard]] Reason tile_problem(const Spec& spec, const Device& device, GemmRole role, const GemmTile& tile);
+[[nodiscard]] KernelBlock block(const Spec& spec, const Device& device, GemmRole role, const GemmTile& tile);
+
+// Candidates and speeds.
+[[nodiscard]] std::span<const TileCandidate> tile_candidates(DType dtype);
+[[nodiscard]] double rate_share(const Device& device);
+[[nodiscard]] TileRate tile_rate(const Spec& spec, const Device& device, GemmRole role, const GemmTile& tile);
+[[nodiscard]] Cost backward_cost(const Spec& spec, const Device& device, const Plan& plan, double num_tokens, double retained);
+
+// Layouts.
+[[nodiscard]] ForwardLayout forward_layout(const Spec& spec, const Device& device, const Plan& plan);
+/// Parts of the vocabulary that a launch of forward over `rows` tokens reduces apart (splits).
+[[nodiscard]] Expr forward_splits(const Spec& spec, const Device& device, const Plan& plan, const Expr& rows);
+[[nodiscard]] BackwardLayout backward_layout(const Spec& spec, const Plan& plan);
+[[nodiscard]] std::int64_t least_scratch_bytes(const Spec& spec, const Plan& plan);
+
+// Launches of the passes.
+[[nodiscard]] LaunchProgram forward_program(const Spec& spec, const Device& device, const Plan& plan, const CudaSource& source,
+                                            const ForwardLayout& layout);
+[[nodiscard]] LaunchProgram backward_program(const Spec& spec, const Plan& plan, const CudaSource& source, const BackwardLayout& layout);
+
+}  // namespace sm80
 }  // namespace flce

@@ -1,8 +1,8 @@
-#include "generator/cuda/sm80/rules.hpp"
-
 #include <fmt/format.h>
 
 #include <algorithm>
+
+#include "generator/cuda/sm80/path.hpp"
 
 namespace flce::sm80 {
 namespace {
@@ -41,7 +41,7 @@ int blocks_per_sm(const Spec& spec, const Device& device, const GemmTile& tile, 
 }
 
 /// Checks the block's extents and the warps' parts of it.
-CudaPath::Reason shape_problem(const Spec& spec, const GemmTile& tile) {
+Reason shape_problem(const Spec& spec, const GemmTile& tile) {
     if (!power_of_two(tile.warps_m) || !power_of_two(tile.warps_n) || tile.warps_m * tile.warps_n > 16) {
         return fmt::format("warps {}x{}: powers of two, at most 16 warps in all", tile.warps_m, tile.warps_n);
     }
@@ -60,7 +60,7 @@ CudaPath::Reason shape_problem(const Spec& spec, const GemmTile& tile) {
 
 }  // namespace
 
-CudaPath::Reason tile_problem(const Spec& spec, const Device& device, GemmRole role, const GemmTile& tile) {
+Reason tile_problem(const Spec& spec, const Device& device, GemmRole role, const GemmTile& tile) {
     if (tile.schedule != TileSchedule::warp_grid) return std::string("schedule: only tiles of cuda_sm90a have one");
     if (auto reason = shape_problem(spec, tile)) return reason;
     const int element = static_cast<int>(element_bytes(spec.dtype));

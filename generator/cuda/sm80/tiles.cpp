@@ -1,6 +1,8 @@
-#include "generator/cuda/sm80/tiles.hpp"
-
+// The tiles that the planner considers for cuda_sm80, and how quick they are: the one place to edit when a measurement says otherwise.
 #include <array>
+
+#include "generator/cuda/common/gemm_cost.hpp"
+#include "generator/cuda/sm80/path.hpp"
 
 namespace flce::sm80 {
 namespace {
@@ -26,21 +28,35 @@ constexpr std::array kFloatTiles = {
 
 }  // namespace
 
-std::span<const TileCandidate> tile_candidates(DType dtype) noexcept {
+std::span<const TileCandidate> tile_candidates(DType dtype) {
     if (dtype == DType::fp32) return kFloatTiles;
     return kHalfTiles;
 }
 
-double mma_sync_share(int compute_capability) noexcept {
+/// Measured on Hopper, which keeps its full rate for instructions of its own. Elsewhere it is assumed that mma.sync has the dense rate from
+/// registers (0.3 of it on sm_100, sm_103 and sm_110), and that kernels lose as much of it as on Hopper.
+double rate_share(const Device& device) {
     // On an H100: 650 of 989 TFLOP/s with operands that stay in registers. Kernels that read them from shared memory keep up 0.72 of that
     // where tiles' efficiencies are as above: of 14 steps in bf16, fp16 and fp32 13 are within 7 % of the time modelled, one within 15.
     constexpr double kFromSharedMemory = 0.72;
-    switch (compute_capability / 10) {
+    switch (device.gpu.compute_capability / 10) {
         case 9: return 0.66 * kFromSharedMemory;
         case 10:
         case 11: return 0.30 * kFromSharedMemory;
         default: return kFromSharedMemory;
     }
+}
+
+TileRate tile_rate(const Spec& spec, const Device& device, GemmRole role, const GemmTile& tile) {
+    const int blocks_per_sm = block(spec, device, role, tile).per_sm;
+    const double depth = role == GemmRole::grad_hidden || role == GemmRole::grad_weight ? 120.0 : 300.0;
+    return {.blocks_per_sm = blocks_per_sm,
+            .efficiency = tile_efficiency(tile_candidates(spec.dtype), role, tile, {tile.warps_m, tile.warps_n}),
+            .epilogue_depth = depth * (blocks_per_sm > 1 ? 0.4 : 1.0)};  // another block on the SM hides most of it
+}
+
+Cost backward_cost(const Spec& spec, const Device& device, const Plan& plan, double num_tokens, double /*retained*/) {
+    return chunked_backward_cost(spec, device, plan, num_tokens);
 }
 
 }  // namespace flce::sm80

@@ -1,7 +1,6 @@
-#include "generator/cuda/sm90/backward_chunks.hpp"
-
 #include <utility>
 
+#include "generator/cuda/sm90/backward_pass.hpp"
 #include "generator/cuda/sm90/maps.hpp"
 #include "templates/sm90/params.cuh"
 
@@ -30,7 +29,7 @@ MappedMatrix columns_of(const BackwardPassSm90& pass, const JoinedWork& work, Sl
 /// Sets everything but grad_weight's parameters.
 LaunchBuilder<Params> joined_launch(const BackwardPassSm90& pass, const JoinedWork& work) {
     const Spec& spec = pass.spec;
-    const BackwardLayout& layout = pass.layout;
+    const BackwardLayoutSm90& layout = pass.layout;
     const GemmTile& tile = pass.plan.cuda.dlogits;
     const RowBlock& rows = work.rows;
     const MappedMatrix hidden = hidden_matrix(pass, rows);
@@ -40,10 +39,10 @@ LaunchBuilder<Params> joined_launch(const BackwardPassSm90& pass, const JoinedWo
     const Expr last_columns = work.columns - (ceil_div(work.columns, work.width) - 1) * work.width;
     const MappedMatrix sum = sum_matrix(pass, rows.first, rows.first.constant() != nullptr ? sum_room(pass) : rows.count);
     LaunchBuilder<Params> launch(pass.source.kernel(work.kernel), pass.clusters * kClusterBlocks);
-    launch.set_share(&Params::share, sum_share(pass))
-        .set(&Params::bias, advanced(slot(Slot::bias), work.first_column, pass.element_bytes))
+    set_share(launch, pass);
+    launch.set(&Params::bias, advanced(slot(Slot::bias), work.first_column, pass.element_bytes))
         .set(&Params::class_weight, advanced(slot(Slot::class_weight), work.first_column, 4))
-        .set(&Params::scalars, workspace_at(layout.scalars))
+        .set(&Params::scalars, scalars_at())
         .set(&Params::coefficients, workspace_at(layout.coefficients) + rows.first * 16)
         .set(&Params::row_targets, workspace_at(layout.row_targets) + rows.first * 8)
         .set(&Params::first_column, work.first_column)
@@ -65,14 +64,14 @@ LaunchBuilder<Params> joined_launch(const BackwardPassSm90& pass, const JoinedWo
         .set_map(&Params::last_dlogits_sum_map, {dlogits.address, last_columns, rows.count, work.width}, tile.block_m)
         .set_map(&Params::weight_sum_map, weight, kSecondRows)
         .set_map(&Params::accumulator_map, sum, kFirstRows, 4)
-        .set_list(&Params::list, pass.list, workspace_at(layout.scalars), rows.first);
+        .set_list(&Params::list, pass.list, rows.first);
     return launch;
 }
 
 /// The launch, its counters set to 0 before. `grad_bias`: address, at the first column.
 std::vector<Statement> with_counters(const BackwardPassSm90& pass, LaunchBuilder<Params> launch, const Expr& first_row,
                                      const Expr& grad_bias) {
-    const BackwardLayout& layout = pass.layout;
+    const BackwardLayoutSm90& layout = pass.layout;
     const Expr temperatures = workspace_at(layout.row_temperatures) + first_row * 4;
     const Statement counters{MemsetZero{workspace_at(layout.progress), layout.progress_bytes}};
     if (!pass.spec.bias) return {counters, build_tempered(std::move(launch), pass.spec, temperatures)};
@@ -87,7 +86,8 @@ std::vector<Statement> backward_chunks_steps(const BackwardPassSm90& pass, const
     const RowBlock rows = all_rows();
     const Expr columns = min(pass.columns - stretch.first_column, stretch.chunks * stretch.width);
     const JoinedWork work{
-        KernelRole::backward_chunks, rows, stretch.first_column, columns, stretch.width, stretch.even_width, stretch.dlogits, 1};
+        KernelRole::backward_chunks, rows, stretch.first_column, columns, stretch.width, first_of_pair(pass.plan, stretch.width),
+        stretch.dlogits, 1};
     LaunchBuilder<Params> launch = joined_launch(pass, work);
     launch.set_map(&Params::hidden_sum_map, hidden_matrix(pass, rows), kSecondRows)
         .set_map(&Params::grad_weight_map, columns_of(pass, work, Slot::grad_weight, pass.grad_element_bytes), kFirstRows,
@@ -96,7 +96,7 @@ std::vector<Statement> backward_chunks_steps(const BackwardPassSm90& pass, const
 }
 
 Statement hidden_chunks_groups(const BackwardPassSm90& pass) {
-    const BackwardLayout& layout = pass.layout;
+    const BackwardLayoutSm90& layout = pass.layout;
     const Expr first = variable(kRowBlockLoop) * layout.hidden_rows;
     const RowBlock rows{variable(kRowBlockLoop), first, min(slot(Slot::num_tokens) - first, layout.hidden_rows)};
     const Expr from = pass.retained.columns;

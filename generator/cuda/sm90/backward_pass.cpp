@@ -30,7 +30,7 @@ Expr retains_all(const Spec& spec, const RetainedLayout& retained) {
 
 /// Columns of the vocabulary that the first launch of grad_hidden sums over.
 Expr first_columns(const BackwardPassSm90& pass) {
-    const BackwardLayout& layout = pass.layout;
+    const BackwardLayoutSm90& layout = pass.layout;
     const Expr of_chunk = select(less(0, layout.wide_chunks), layout.wide_chunk, min(layout.chunk, pass.columns - pass.sum_begins));
     return select(and_not(less(0, pass.retained.columns), pass.chunks_first), pass.retained.columns, of_chunk);
 }
@@ -38,10 +38,11 @@ Expr first_columns(const BackwardPassSm90& pass) {
 }  // namespace
 
 BackwardPassSm90::BackwardPassSm90(const Spec& spec, const Device& device, const Plan& plan, const CudaSource& source,
-                                   const BackwardLayout& layout)
+                                   const BackwardLayoutSm90& layout)
     : BackwardPass(spec, plan, source, layout),
+      layout(layout),
       clusters(device.gpu.sm_count / kClusterBlocks),
-      retained(retained_for_backward(spec, plan)),
+      retained(layout.retained),
       all_retained(retains_all(spec, retained)),
       chunks_first(puts_chunks_first(spec, plan, retained)),
       defers_hidden(flce::sm90::defers_hidden(spec, plan)
@@ -71,9 +72,7 @@ Expr sum_grid(const BackwardPassSm90& pass, const Expr& rows) {
     return min(of_one_part * std::int64_t{SumParts::kMost}, pass.clusters * kClusterBlocks);
 }
 
-Expr tickets_at(const BackwardPassSm90& pass) {
-    return workspace_at(pass.layout.scalars + static_cast<std::int64_t>(offsetof(PassScalars, tickets)));
-}
+Expr tickets_at() { return scalars_at() + static_cast<std::int64_t>(offsetof(PassScalars, tickets)); }
 
 Expr compact_hidden_at(const BackwardPassSm90& pass) {
     const Expr summed = present(Slot::grad_hidden) && less(pass.retained.columns, pass.columns);
@@ -89,7 +88,7 @@ Expr does_retained_weight(const BackwardPassSm90& pass) {
 }
 
 Expr scatters_rows(const BackwardPassSm90& pass) {
-    const Expr scatters = pass.listing || less(slot(Slot::num_tokens), pass.layout.sum_rows);
+    const Expr scatters = pass.layout.listing || less(slot(Slot::num_tokens), pass.layout.sum_rows);
     return is_shard(pass.spec) ? scatters && less(0, pass.columns) : scatters;
 }
 
@@ -110,7 +109,7 @@ MappedMatrix sum_matrix(const BackwardPassSm90& pass, const Expr& first, const E
 }
 
 SumShareFields sum_share(const BackwardPassSm90& pass) {
-    const BackwardLayout& layout = pass.layout;
+    const BackwardLayoutSm90& layout = pass.layout;
     const GemmTile& tile = pass.plan.cuda.grad_hidden;
     const GemmTile& joined = pass.plan.cuda.dlogits;
     const auto tiles_across = [&](const GemmTile& t) { return (pass.spec.hidden_size + t.block_n - 1) / t.block_n; };
@@ -126,10 +125,12 @@ SumShareFields sum_share(const BackwardPassSm90& pass) {
     };
 }
 
-Expr scatters_groups(const BackwardPassSm90& pass) { return pass.hidden_joined && (pass.listing && less(1, pass.layout.hidden_groups)); }
+Expr scatters_groups(const BackwardPassSm90& pass) {
+    return pass.hidden_joined && (pass.layout.listing && less(1, pass.layout.hidden_groups));
+}
 
 Expr scatters_sum(const BackwardPassSm90& pass) {
-    return pass.listing && (less(1, pass.layout.row_blocks) && !(pass.all_retained || pass.chunks_first));
+    return pass.layout.listing && (less(1, pass.layout.row_blocks) && !(pass.all_retained || pass.chunks_first));
 }
 
 }  // namespace flce::sm90

@@ -1,15 +1,10 @@
-#include "generator/cuda/sm90/backward_program.hpp"
-
 #include <algorithm>
 #include <iterator>
 #include <utility>
 
-#include "generator/cuda/sm90/backward_chunks.hpp"
 #include "generator/cuda/sm90/backward_pass.hpp"
-#include "generator/cuda/sm90/chunk_gemms.hpp"
 #include "generator/cuda/sm90/maps.hpp"
-#include "generator/cuda/sm90/retained_gemms.hpp"
-#include "generator/cuda/sm90/rules.hpp"
+#include "generator/cuda/sm90/path.hpp"
 
 namespace flce::sm90 {
 namespace {
@@ -22,7 +17,7 @@ Statement gather_hidden_launch(const BackwardPassSm90& pass) {
         .set(&GatherRowsParams::rows, slot(Slot::num_tokens))
         .set_targets(&GatherRowsParams::targets, pass.spec, 0)
         .set(&GatherRowsParams::temperature, slot(Slot::temperature))
-        .set_list(&GatherRowsParams::list, pass.list, workspace_at(pass.layout.scalars), 0);
+        .set_list(&GatherRowsParams::list, pass.list, 0);
     return launch.build();
 }
 
@@ -31,12 +26,12 @@ Statement scatter_grad_hidden_launch(const BackwardPassSm90& pass) {
     const Expr last_chunk_wrote_it = less(1, pass.layout.row_blocks) && !scatters_sum(pass);
     LaunchBuilder<ScatterRowsParams> launch(pass.source.kernel(KernelRole::scatter_rows),
                                             ceil_div(slot(Slot::num_tokens), kRowThreads / 32));
-    launch.set_share(&ScatterRowsParams::share, sum_share(pass))
-        .set(&ScatterRowsParams::accumulator, select(last_chunk_wrote_it, 0, sum_at(pass)))
+    set_share(launch, pass);
+    launch.set(&ScatterRowsParams::accumulator, select(last_chunk_wrote_it, 0, sum_at(pass)))
         .set(&ScatterRowsParams::grad_hidden, slot(Slot::grad_hidden))
-        .set(&ScatterRowsParams::scalars, workspace_at(pass.layout.scalars))
+        .set(&ScatterRowsParams::scalars, scalars_at())
         .set(&ScatterRowsParams::rows, slot(Slot::num_tokens))
-        .set_list(&ScatterRowsParams::list, pass.list, workspace_at(pass.layout.scalars), 0);
+        .set_list(&ScatterRowsParams::list, pass.list, 0);
     if (pass.plan.strategy == Strategy::retain) {
         launch.set(&ScatterRowsParams::hidden, slot(Slot::hidden))
             .set(&ScatterRowsParams::row_scales, retained_at(pass.retained.row_scales))
@@ -90,7 +85,7 @@ std::vector<Statement> all_retained_weight_steps(const BackwardPassSm90& pass) {
 // A call's stage decides which of these steps it does. Only the retained columns' part of grad_weight can be left for the second stage:
 // both gradients of a chunk are made together.
 LaunchProgram backward_program(const Spec& spec, const Device& device, const Plan& plan, const CudaSource& source,
-                               const BackwardLayout& layout) {
+                               const BackwardLayoutSm90& layout) {
     const BackwardPassSm90 pass(spec, device, plan, source, layout);
     const bool retains = plan.strategy == Strategy::retain;
     const bool may_put_chunks_first = pass.chunks_first.constant() == nullptr;

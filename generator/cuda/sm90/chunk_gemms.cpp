@@ -1,17 +1,17 @@
-#include "generator/cuda/sm90/chunk_gemms.hpp"
-
 #include <utility>
 
+#include "generator/cuda/sm90/backward_pass.hpp"
 #include "generator/cuda/sm90/maps.hpp"
-#include "generator/cuda/sm90/rules.hpp"
 #include "templates/sm90/params.cuh"
 
 namespace flce::sm90 {
 namespace {
 
+/// BlockedMap's shift where the columns of dlogits are one block.
+constexpr int kOneBlock = 31;
+
 MappedMatrix weight_of_chunk(const BackwardPassSm90& pass, const Chunk& chunk) {
-    const Expr address = weight_operand(pass, chunk);
-    return rounds_weight(pass.spec) ? rounded_matrix(pass.spec, address, chunk.columns) : weight_matrix(pass.spec, address, chunk.columns);
+    return operand_matrix(pass.spec, weight_operand(pass, chunk), chunk.columns);
 }
 
 MappedMatrix dlogits_result(const Chunk& chunk, const RowBlock& rows) { return {chunk.dlogits, chunk.columns, rows.count, chunk.width}; }
@@ -42,8 +42,8 @@ Statement dlogits_step(const BackwardPassSm90& pass, const Chunk& chunk, const R
         .set_map(&Params::weight_map, weight_of_chunk(pass, chunk),
                  reads_vocab_major(pass.spec) ? tile.block_n / kClusterBlocks : kSecondRows)
         .set_map(&Params::dlogits_map, dlogits_result(chunk, rows), kFirstRows)
-        .set(&Params::tickets, tickets_at(pass))
-        .set_list(&Params::list, pass.list, workspace_at(pass.layout.scalars), rows.first);
+        .set(&Params::tickets, tickets_at())
+        .set_list(&Params::list, pass.list, rows.first);
     return build_tempered(std::move(launch), pass.spec, workspace_at(pass.layout.row_temperatures));
 }
 
@@ -56,13 +56,13 @@ Statement grad_hidden_step(const BackwardPassSm90& pass, const Chunk& chunk, con
     const Expr last = equal(chunk.first_column + chunk.columns, pass.sum_ends) && !scatters_sum(pass);
     LaunchBuilder<Params> launch(grad_hidden_launch(pass, chunk, rows, sum_grid(pass, rows.count), sum.address, last));
     launch.set(&Params::column_shift, kOneBlock)
-        .set(&Params::tickets, tickets_at(pass))
+        .set(&Params::tickets, tickets_at())
         .set_map(&Params::dlogits_map, dlogits_operand(pass, chunk, rows), tile.block_m)
         .set_map(&Params::weight_map, weight_of_chunk(pass, chunk),
                  reads_vocab_major(pass.spec) ? kSecondRows : tile.block_n / kClusterBlocks)
-        .set_map(&Params::accumulator_map, sum, kFirstRows, 4)
-        .set_share(&Params::share, sum_share(pass))
-        .set_list(&Params::list, pass.list, workspace_at(pass.layout.scalars), rows.first);
+        .set_map(&Params::accumulator_map, sum, kFirstRows, 4);
+    set_share(launch, pass);
+    launch.set_list(&Params::list, pass.list, rows.first);
     // Gradients of a chunk lack nothing where label smoothing meets retained exponentials.
     if (!smooths_retained(pass.spec, pass.plan)) return launch.build();
     return LaunchBuilder<SmoothedGradHiddenSm90Params>(std::move(launch)).build();
@@ -75,11 +75,11 @@ Statement grad_weight_step(const BackwardPassSm90& pass, const Chunk& chunk, con
     const Expr gradient = chunk_at(pass, chunk, Slot::grad_weight, pass.grad_element_bytes);
     LaunchBuilder<Params> launch(grad_weight_launch(pass, chunk, rows, cluster_grid(pass, pass.plan.cuda.grad_weight, of.m, of.n)));
     launch.set(&Params::column_shift, kOneBlock)
-        .set(&Params::tickets, tickets_at(pass))
+        .set(&Params::tickets, tickets_at())
         .set_map(&Params::dlogits_map, dlogits_operand(pass, chunk, rows), vocab_major ? kFirstRows : kSecondRows)
         .set_map(&Params::hidden_map, hidden_matrix(pass, rows), vocab_major ? kSecondRows : kFirstRows)
         .set_map(&Params::grad_weight_map, weight_matrix(pass.spec, gradient, chunk.columns), kFirstRows, pass.grad_element_bytes)
-        .set_list(&Params::list, pass.list, workspace_at(pass.layout.scalars), rows.first);
+        .set_list(&Params::list, pass.list, rows.first);
     if (!smooths_retained(pass.spec, pass.plan)) return build_unbiased(pass, std::move(launch));
     return build_unbiased(pass, LaunchBuilder<SmoothedGradWeightSm90Params>(std::move(launch)));
 }

@@ -9,8 +9,8 @@
 #include "flce/device.hpp"
 #include "flce/plan.hpp"
 #include "flce/spec.hpp"
+#include "generator/cuda/sm90/path.hpp"
 #include "generator/cuda/sm90/rules.hpp"
-#include "generator/cuda/sm90/tiles.hpp"
 #include "generator/launch_program.hpp"
 
 namespace flce::sm90 {
@@ -34,6 +34,23 @@ public:
         return (chunks - Number(1)) * one(tokens, columns) + one(tokens, last);
     }
 
+    /// Width that takes the least time: `widest`, or one of the next narrower ones, in steps of `quantum`.
+    template <class Number>
+    [[nodiscard]] Number quickest(const Number& tokens, const Number& widest, std::int64_t quantum) const {
+        using std::max;
+        using std::min;
+        constexpr int kCandidates = 6;
+        Number best = widest;
+        Number best_time = all(tokens, widest);
+        for (int narrower = 1; narrower < kCandidates; ++narrower) {
+            const Number chunk = max(widest - Number(narrower * quantum), Number(quantum));
+            const Number time = all(tokens, chunk);
+            best = select(less(time, best_time), chunk, best);
+            best_time = min(time, best_time);
+        }
+        return best;
+    }
+
 private:
     static constexpr std::int64_t kDepth = 64;
     // Measured on an H100: starting and ending three kernels costs 9 µs, a tile's way through grad_hidden's sum 4 µs.
@@ -42,6 +59,10 @@ private:
 
     static std::int64_t up_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
     static Expr up_div(const Expr& a, const Expr& b) { return ceil_div(a, b); }
+    static bool less(std::int64_t a, std::int64_t b) { return a < b; }
+    static Expr less(const Expr& a, const Expr& b) { return flce::less(a, b); }
+    static std::int64_t select(bool condition, std::int64_t then, std::int64_t otherwise) { return condition ? then : otherwise; }
+    static Expr select(const Expr& condition, const Expr& then, const Expr& otherwise) { return flce::select(condition, then, otherwise); }
 
     /// One slice of a tile.
     static std::int64_t slice(const GemmTile& tile) {
@@ -81,8 +102,5 @@ private:
     const CudaPlan& tiles_;
     std::int64_t clusters_;
 };
-
-/// Number of widths that are compared: the widest that fits and the next narrower ones.
-inline constexpr int kChunkCandidates = 6;
 
 }  // namespace flce::sm90

@@ -1,5 +1,4 @@
-#include "generator/cuda/sm90/cost.hpp"
-
+// Expected time of cuda_sm90a's backward.
 #include <algorithm>
 #include <numeric>
 
@@ -7,30 +6,25 @@
 #include "generator/cuda/common/gemm_cost.hpp"
 #include "generator/cuda/sm90/chunk_time.hpp"
 #include "generator/cuda/sm90/rules.hpp"
-#include "generator/cuda/sm90/tiles.hpp"
 
 namespace flce::sm90 {
 namespace {
 
 /// Chunks are taken that make whole waves, and the waves are what takes the time.
 Cost chunks_cost(const Spec& spec, const Device& device, const Plan& plan, double n) {
-    const GemmCost gemm(cuda_path(plan.path), spec, device, plan);
+    const GemmCost gemm(spec, device, plan);
     const double d = static_cast<double>(spec.hidden_size);
     const double v = static_cast<double>(spec.vocab_size);
     const ChunkTime time(spec, device, plan);
     const auto quantum = static_cast<std::int64_t>(std::lcm(plan.cuda.dlogits.block_n, std::lcm(plan.cuda.grad_weight.block_m, 128)));
     const auto tokens = static_cast<std::int64_t>(n);
     const std::int64_t widest = std::max(static_cast<std::int64_t>(gpu_chunk_rows(spec, plan, n)) / quantum * quantum, quantum);
-    std::int64_t chunk = widest;
-    for (int narrower = 1; narrower < kChunkCandidates; ++narrower) {
-        const std::int64_t candidate = std::max(widest - narrower * quantum, quantum);
-        if (time.all(tokens, candidate) < time.all(tokens, chunk)) chunk = candidate;
-    }
+    const std::int64_t chunk = time.quickest(tokens, widest, quantum);
     const double moved = chunked_backward_bytes(spec, n, up_div(v, static_cast<double>(chunk)));
     Cost cost{.flops = 6.0 * n * v * d, .bytes = gemm.logits_bytes(plan.cuda.dlogits, n, v) + moved};
     // A unit is a column of 64 multiply-adds in every SM.
     const double arithmetic =
-        static_cast<double>(time.all(tokens, chunk)) * 128.0 * device.gpu.sm_count / (device.gpu.bf16_flops * kWgmmaShare);
+        static_cast<double>(time.all(tokens, chunk)) * 128.0 * device.gpu.sm_count / (device.gpu.bf16_flops * wgmma_share());
     cost.seconds = std::max(arithmetic, cost.bytes / device.gpu.bandwidth_bytes_per_s);
     add_rounding(spec, device, cost);
     return cost;
@@ -40,14 +34,14 @@ Cost chunks_cost(const Spec& spec, const Device& device, const Plan& plan, doubl
 /// whatever the number of tiles. With 4096 tokens of an eighth of 151936 classes 128x192 and 192x128 have whole waves by themselves, and on
 /// eight H200s 128x256 is ahead by 0.5 and 1.5 % of a step.
 double seconds_beside_reduction(const Spec& spec, const Device& device, const Plan& plan, double flops, double bytes) {
-    const double efficiency = cuda_path(plan.path).tile_efficiency(spec, GemmRole::grad_weight, plan.cuda.grad_weight);
-    const double arithmetic = flops / (device.gpu.bf16_flops * kWgmmaShare * efficiency);
+    const double efficiency = tile_rate(spec, device, GemmRole::grad_weight, plan.cuda.grad_weight).efficiency;
+    const double arithmetic = flops / (device.gpu.bf16_flops * wgmma_share() * efficiency);
     return std::max(arithmetic, bytes / device.gpu.bandwidth_bytes_per_s) + GemmCost::kLaunchSeconds;
 }
 
 /// Two plain GEMMs over the retained part of the vocabulary.
 Cost retained_cost(const Spec& spec, const Device& device, const Plan& plan, double n, double retained) {
-    const GemmCost gemm(cuda_path(plan.path), spec, device, plan);
+    const GemmCost gemm(spec, device, plan);
     const double d = static_cast<double>(spec.hidden_size);
     const double v = retained * static_cast<double>(spec.vocab_size);
     const double element = static_cast<double>(element_bytes(spec.dtype));

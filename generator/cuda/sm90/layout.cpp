@@ -5,7 +5,6 @@
 
 #include "generator/cuda/sm90/chunk_time.hpp"
 #include "generator/cuda/sm90/rules.hpp"
-#include "generator/planner.hpp"
 #include "templates/common/sum_parts.cuh"
 #include "templates/sm90/chunk_phases.cuh"
 #include "templates/sm90/forward_share.cuh"
@@ -23,6 +22,27 @@ constexpr std::int64_t kMostTokensApart = 512;  // tokens up to which chunk by c
 std::int64_t segment_bytes(const Spec& spec, const Plan& plan) {
     constexpr std::int64_t kMost = 32 << 20;
     return std::min(kMost, plan.scratch_bytes / (rounds_weight(spec) ? 4 : 2));  // the rounded weight has a half
+}
+
+/// Columns of the vocabulary that a launch of forward computes.
+std::int64_t stretch_of(const Spec& spec, const Plan& plan) {
+    const std::int64_t block_n = plan.cuda.forward.block_n;
+    if (spec.batch_invariant) return forward_stretch(spec, plan, segment_tiles(spec, plan.cuda.forward) * block_n);
+    return forward_stretch(spec, plan, std::lcm(block_n, few_tokens_shape(spec, plan).tile.block_n));
+}
+
+/// Tiles of a whole stretch.
+std::int64_t forward_tiles(const Spec& spec, const Plan& plan, const GemmTile& tile) {
+    return multiple_above(stretch_of(spec, plan), tile.block_n) / tile.block_n;
+}
+
+/// Bytes of forward's partial sums for as few rows as a launch may have, with batch_invariant.
+std::int64_t least_segment_bytes(const Spec& spec, const Plan& plan) {
+    const GemmTile& tile = plan.cuda.forward;
+    const auto tiles = static_cast<int>(forward_tiles(spec, plan, tile));
+    const std::int64_t segments = ForwardShare::segments_of(tiles, segment_tiles(spec, tile));
+    const std::int64_t rows = std::int64_t{kClusterBlocks} * tile.block_m;
+    return segments * ForwardShare::writers_of(takes_turns(tile)) * rows * partial_fields(spec) * 4;
 }
 
 /// Clusters divide clusters of rows × the vocabulary evenly, so that up to ⌈clusters / row clusters⌉ + 1 of them share rows. Where
@@ -77,72 +97,27 @@ std::int64_t progress_bytes(const Spec& spec, const Plan& plan) {
     return multiple_above((1 + 2 * pairs * kChunkKinds) * 4, kWorkspaceAlignment);
 }
 
-/// Columns of the first chunk of a pair: the wider one, where they cannot be alike.
-Expr first_of_pair(const Plan& plan, const Expr& pair) { return round_up(ceil_div(pair, 2), joined_quantum(plan)); }
+/// Counters that backward sets to 0 where exponentials are retained.
+std::int64_t counter_count(const Spec& spec) { return std::int64_t{kPaceCounters} + kMostTailTiles + retained_blocks(spec); }
 
-}  // namespace
-
-std::int64_t stretch_quantum(const Spec& spec, const Plan& plan) {
-    if (spec.batch_invariant) return std::int64_t{segment_tiles(spec, plan.cuda.forward)} * plan.cuda.forward.block_n;
-    return std::lcm(plan.cuda.forward.block_n, few_tokens_shape(spec, plan).tile.block_n);
+/// The sums over the weight and over hidden states that label smoothing needs beside retained exponentials, of each stretch and in all, and
+/// a bias's total.
+std::int64_t smoothing_bytes(const Spec& spec) {
+    const std::int64_t sums = 2 * (kSmoothingParts + 1) * spec.hidden_size + (spec.bias ? 1 : 0);
+    return spec.label_smoothing > 0 ? multiple_above(sums * 4, kWorkspaceAlignment) : 0;
 }
 
-ForwardRows forward_rows(const Spec& spec, const Device& device, const Plan& plan) {
-    const Expr n = slot(Slot::num_tokens);
-    const ClusterShare share(spec, device, plan);
-    const std::int64_t limit = multiple_above(share.row_clusters * share.cluster_rows, kRowThreads);
-    ForwardRows f;
-    f.rows = round_up(ceil_div(n, max(ceil_div(n, limit), 1)), std::max<std::int64_t>(share.cluster_rows, kRowThreads));
-    f.partials = (ceil_div(min(n, f.rows), share.cluster_rows) * 2 + share.clusters) * (share.writers * share.cluster_rows);
-    if (spec.batch_invariant) {
-        f.partials = round_up(min(n, f.rows), 32) * (share.tiles * share.writers);
-    } else {
-        f.partials =
-            select(less(n, kFewTokens + 1), FewTokensShare(spec, device, plan, few_tokens_shape(spec, plan)).partials(n), f.partials);
-    }
-    f.share_words = static_cast<std::int64_t>(sizeof(ShareTickets)) / 4 + 2 * share.clusters;
-    return f;
+BackwardSizes sizes_of(const Spec& spec, const Plan& plan) {
+    const bool retains = plan.strategy == Strategy::retain;
+    const std::int64_t retaining = retains ? multiple_above(counter_count(spec) * 4, kWorkspaceAlignment) + smoothing_bytes(spec) : 0;
+    return backward_sizes(spec, plan, {.bias_rows = 64, .lists = has_lists(plan), .own_bytes = progress_bytes(spec, plan) + retaining});
 }
 
-std::int64_t least_segment_bytes(const Spec& spec, const Plan& plan) {
-    const GemmTile& tile = plan.cuda.forward;
-    const auto tiles = static_cast<int>(forward_tiles(spec, plan, tile));
-    const std::int64_t segments = ForwardShare::segments_of(tiles, segment_tiles(spec, tile));
-    const std::int64_t rows = std::int64_t{kClusterBlocks} * tile.block_m;
-    return segments * ForwardShare::writers_of(takes_turns(tile)) * rows * partial_fields(spec) * 4;
-}
-
-ForwardGrid forward_grid(const Spec& spec, const Device& device, const Plan& plan, const Expr& rows) {
-    const ClusterShare share(spec, device, plan);
-    const Expr row_clusters = max(ceil_div(rows, share.cluster_rows), 1);
-    return {min(row_clusters * share.tiles, share.clusters), share.clusters, spreading_stride(static_cast<int>(share.clusters))};
-}
-
-ForwardGrid few_tokens_grid(const Spec& spec, const Device& device, const Plan& plan, const ForwardShape& shape) {
-    const std::int64_t clusters = FewTokensShare(spec, device, plan, shape).clusters;
-    std::int64_t tiles = forward_tiles(spec, plan, shape.tile);
-    if (spec.batch_invariant) tiles = ForwardShare::segments_of(static_cast<int>(tiles), segment_tiles(spec, shape.tile));
-    return {std::min(tiles, clusters), clusters, spreading_stride(static_cast<int>(clusters))};
-}
-
-BackwardNeeds backward_needs(const Spec& spec, const Plan& plan) {
-    // The place of grad_hidden's sum is also used to bring hidden states together: scaled ones beside retained exponentials, or those of
-    // valid tokens.
-    return {.progress_bytes = progress_bytes(spec, plan), .sums_apart = true};
-}
+bool lends(const Spec& spec, const Plan& plan) { return lends_grad_weight(spec, plan.cuda.grad_weight, kClusterBlocks); }
 
 /// Widest chunk that fits, or a little less where that makes whole waves, or pairs of chunks that are joined.
 Expr whole_chunk(const Spec& spec, const Device& device, const Plan& plan, const Expr& widest, std::int64_t quantum) {
-    const ChunkTime time(spec, device, plan);
-    const Expr n = slot(Slot::num_tokens);
-    Expr best = widest;
-    Expr best_time = time.all(n, widest);
-    for (int narrower = 1; narrower < kChunkCandidates; ++narrower) {
-        const Expr chunk = max(widest - narrower * quantum, quantum);
-        const Expr chunk_time = time.all(n, chunk);
-        best = select(less(chunk_time, best_time), chunk, best);
-        best_time = min(chunk_time, best_time);
-    }
+    const Expr best = ChunkTime(spec, device, plan).quickest(slot(Slot::num_tokens), widest, quantum);
     if (!joins_chunks(spec, device, plan)) return best;
     const std::int64_t both = std::lcm(joined_quantum(plan), quantum);
     const Expr pair = round_down(widest, both);
@@ -167,29 +142,92 @@ Expr sum_rows(const Spec& spec, const Device& device, const Plan& plan) {
     return select(less(n, most_row_clusters * cluster_rows + 1), max(n, some), n);
 }
 
-JoinedChunks joined_chunks(const Spec& spec, const Device& device, const Plan& plan, const BackwardLayout& layout) {
-    JoinedChunks j;
-    if (!joins_chunks(spec, device, plan)) return j;
+/// Cuts joined chunks, for the numbers of tokens that join them.
+void join_chunks(const Spec& spec, const Plan& plan, BackwardLayoutSm90& b) {
     // Whole tiles, of wide chunks too.
     const std::int64_t quantum = joined_quantum(plan);
-    const Expr whole =
-        equal(round_down(layout.chunk, quantum), layout.chunk) && equal(round_down(layout.wide_chunk, quantum), layout.wide_chunk);
-    j.joined =
-        (equal(layout.row_blocks, 1) && less(kMostTokensApart, slot(Slot::num_tokens))) && (less(2 * quantum - 1, layout.chunk) && whole);
-    j.even_chunk = first_of_pair(plan, layout.chunk);
-    j.even_wide_chunk = first_of_pair(plan, layout.wide_chunk);
-    // Sums are gone through once a chunk, so that with many tokens groups of them and wide chunks are quicker.
+    const Expr whole = equal(round_down(b.chunk, quantum), b.chunk) && equal(round_down(b.wide_chunk, quantum), b.wide_chunk);
     const Expr n = slot(Slot::num_tokens);
+    b.joined = (equal(b.row_blocks, 1) && less(kMostTokensApart, n)) && (less(2 * quantum - 1, b.chunk) && whole);
+    // Sums are gone through once a chunk, so that with many tokens groups of them and wide chunks are quicker.
     const std::int64_t step = std::lcm(std::int64_t{plan.cuda.dlogits.block_n}, std::int64_t{kSumSlice});
-    j.hidden_groups = select(j.joined && less(kFewestTokensInHalves - 1, n), max(floor_div(n, kTokensOfGroup), 1), 0);
-    j.hidden_rows = ceil_div(n, max(j.hidden_groups, 1));
-    j.hidden_chunk = min(round_down(floor_div(n * layout.chunk, max(j.hidden_rows, 1)), step), multiple_above(spec.vocab_size, step));
-    j.progress_bytes = progress_bytes(spec, plan);
-    return j;
+    b.hidden_groups = select(b.joined && less(kFewestTokensInHalves - 1, n), max(floor_div(n, kTokensOfGroup), 1), 0);
+    b.hidden_rows = ceil_div(n, max(b.hidden_groups, 1));
+    b.hidden_chunk = min(round_down(floor_div(n * b.chunk, max(b.hidden_rows, 1)), step), multiple_above(spec.vocab_size, step));
+    b.progress_bytes = progress_bytes(spec, plan);
 }
 
-bool lends_grad_weight(const Spec& spec, const GemmTile& grad_weight) {
-    return may_lend_grad_weight(spec) && kRetainedColumns % (kClusterBlocks * grad_weight.block_m) == 0;
+/// Places behind those of every path. The place of grad_hidden's sum is also used to bring hidden states together (scaled ones beside
+/// retained exponentials, or those of valid tokens), so that there always is one.
+void place_own(const Spec& spec, const Plan& plan, Pieces& pieces, BackwardLayoutSm90& b) {
+    b.progress = pieces.take(b.progress_bytes);
+    if (plan.strategy == Strategy::retain) {
+        b.counter_count = counter_count(spec) + 1;
+        b.counters = pieces.take(b.counter_count * 4);
+        b.smoothing = pieces.take(smoothing_bytes(spec));
+    }
+    b.hidden_accumulator = pieces.take(b.sum_rows * (4 * spec.hidden_size));
+    b.total = pieces.end();
+}
+
+}  // namespace
+
+ForwardLayoutSm90 forward_layout(const Spec& spec, const Device& device, const Plan& plan) {
+    const Expr n = slot(Slot::num_tokens);
+    const ClusterShare share(spec, device, plan);
+    const std::int64_t limit = multiple_above(share.row_clusters * share.cluster_rows, kRowThreads);
+    ForwardCut cut{.stretch = stretch_of(spec, plan), .lists = has_lists(plan)};
+    cut.rows = round_up(ceil_div(n, max(ceil_div(n, limit), 1)), std::max<std::int64_t>(share.cluster_rows, kRowThreads));
+    cut.partials = (ceil_div(min(n, cut.rows), share.cluster_rows) * 2 + share.clusters) * (share.writers * share.cluster_rows);
+    if (spec.batch_invariant) {
+        cut.partials = round_up(min(n, cut.rows), 32) * (share.tiles * share.writers);
+    } else {
+        const FewTokensShare few(spec, device, plan, few_tokens_shape(spec, plan));
+        cut.partials = select(less(n, kFewTokens + 1), few.partials(n), cut.partials);
+    }
+    cut.counter_words = static_cast<std::int64_t>(sizeof(ShareTickets)) / 4 + 2 * share.clusters;
+    ForwardLayoutSm90 f{place_forward(spec, cut), retained_layout(spec, plan, lends(spec, plan))};
+    Pieces pieces(f.total);
+    f.compact = pieces.take(n * spec.hidden_size * static_cast<std::int64_t>(element_bytes(spec.dtype)));
+    f.compacts = f.listing && less(pieces.end(), slot(Slot::workspace_bytes) + 1);
+    return f;
+}
+
+ForwardGrid forward_grid(const Spec& spec, const Device& device, const Plan& plan, const Expr& rows) {
+    const ClusterShare share(spec, device, plan);
+    const Expr row_clusters = max(ceil_div(rows, share.cluster_rows), 1);
+    return {min(row_clusters * share.tiles, share.clusters), share.clusters, spreading_stride(static_cast<int>(share.clusters))};
+}
+
+ForwardGrid few_tokens_grid(const Spec& spec, const Device& device, const Plan& plan, const ForwardShape& shape) {
+    const std::int64_t clusters = FewTokensShare(spec, device, plan, shape).clusters;
+    std::int64_t tiles = forward_tiles(spec, plan, shape.tile);
+    if (spec.batch_invariant) tiles = ForwardShare::segments_of(static_cast<int>(tiles), segment_tiles(spec, shape.tile));
+    return {std::min(tiles, clusters), clusters, spreading_stride(static_cast<int>(clusters))};
+}
+
+Expr first_of_pair(const Plan& plan, const Expr& pair) { return round_up(ceil_div(pair, 2), joined_quantum(plan)); }
+
+BackwardLayoutSm90 backward_layout(const Spec& spec, const Device& device, const Plan& plan) {
+    const BackwardSizes sizes = sizes_of(spec, plan);
+    const bool may_join = joins_chunks(spec, device, plan);
+    const auto whole = [&](const Expr& widest) { return whole_chunk(spec, device, plan, widest, sizes.quantum); };
+    const Expr rows = sum_rows(spec, device, plan);
+    const Expr chunk = whole(widest_chunk(spec, sizes, rows));
+    BackwardLayoutSm90 b{cut_backward(sizes, chunk), retained_for_backward(spec, plan, lends(spec, plan)), rows};
+    // A bias's partial sums have room for a chunk of the workspace's; where chunks are joined there are none.
+    const bool may_widen = may_widen_chunks(spec) && (!spec.bias || may_join);
+    if (may_widen) add_wide_chunks(spec, whole(widest_wide_chunk(spec, sizes)), b.retained.columns, b);
+    if (may_join) join_chunks(spec, plan, b);
+    if (spec.bias && may_widen) b.wide_chunks = select(b.joined && less(0, slot(Slot::grad_hidden)), b.wide_chunks, 0);
+    Pieces pieces = place_backward(spec, sizes, b);
+    place_own(spec, plan, pieces, b);
+    return b;
+}
+
+std::int64_t least_scratch_bytes(const Spec& spec, const Plan& plan) {
+    const BackwardSizes sizes = sizes_of(spec, plan);
+    return spec.batch_invariant ? std::max(sizes.least, sizes.reserve + 4 * least_segment_bytes(spec, plan)) : sizes.least;
 }
 
 }  // namespace flce::sm90

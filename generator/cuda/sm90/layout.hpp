@@ -1,13 +1,17 @@
-// Division of the work of cuda_sm90a's passes, and workspace that the passes need beside every path's.
+// Layouts of cuda_sm90a's passes: those of every path, and what this path divides and places beside.
 #pragma once
 
-#include "generator/cuda/common/cuda_path.hpp"
+#include "generator/cuda/common/workspace.hpp"
 #include "generator/cuda/sm90/rules.hpp"
 
 namespace flce::sm90 {
 
-/// CudaPath::least_segment_bytes.
-[[nodiscard]] std::int64_t least_segment_bytes(const Spec& spec, const Plan& plan);
+struct ForwardLayoutSm90 : ForwardLayout {
+    RetainedLayout retained;
+    Expr compact{0};   ///< hidden states of listed tokens, where the caller's workspace goes further than `total`
+    Expr compacts{0};  ///< whether the caller's workspace goes further, and tokens are listed
+};
+[[nodiscard]] ForwardLayoutSm90 forward_layout(const Spec& spec, const Device& device, const Plan& plan);
 
 /// How a launch of forward divides its work. The number of partial sums of a row is known to the device alone (PassScalars::splits).
 struct ForwardGrid {
@@ -15,16 +19,35 @@ struct ForwardGrid {
     std::int64_t most_clusters = 0;  ///< most clusters that share the work
     std::int64_t stride = 0;         ///< stride of VocabularyWalk
 };
-
-[[nodiscard]] std::int64_t stretch_quantum(const Spec& spec, const Plan& plan);
-[[nodiscard]] ForwardRows forward_rows(const Spec& spec, const Device& device, const Plan& plan);
 [[nodiscard]] ForwardGrid forward_grid(const Spec& spec, const Device& device, const Plan& plan, const Expr& rows);
 /// Grid of a kernel whose tile has all tokens.
 [[nodiscard]] ForwardGrid few_tokens_grid(const Spec& spec, const Device& device, const Plan& plan, const ForwardShape& shape);
-[[nodiscard]] BackwardNeeds backward_needs(const Spec& spec, const Plan& plan);
-[[nodiscard]] Expr whole_chunk(const Spec& spec, const Device& device, const Plan& plan, const Expr& widest, std::int64_t quantum);
-[[nodiscard]] Expr sum_rows(const Spec& spec, const Device& device, const Plan& plan);
-[[nodiscard]] JoinedChunks joined_chunks(const Spec& spec, const Device& device, const Plan& plan, const BackwardLayout& layout);
-[[nodiscard]] bool lends_grad_weight(const Spec& spec, const GemmTile& grad_weight);
+
+struct BackwardLayoutSm90 : BackwardLayout {
+    RetainedLayout retained;  ///< retained memory that backward reads
+    Expr sum_rows{0};         ///< rows that hidden_accumulator has room for: N, or more where so few tokens need several parts (SumShare)
+    /// Whether this number of tokens joins chunks in one launch, where the call wants both gradients; chunk and wide_chunk are then a
+    /// pair's. Constant 0 where chunks are never joined.
+    Expr joined{0};
+    /// Joined chunks where the call wants grad_hidden alone: groups of tokens one after the other, with wider chunks in dlogits' place. 0
+    /// groups: chunks are not joined.
+    Expr hidden_groups{0};
+    Expr hidden_rows{0};   ///< tokens of a group
+    Expr hidden_chunk{0};  ///< columns of a chunk
+    Expr progress{0};      ///< counters of the tiles of joined chunks
+    std::int64_t progress_bytes = 0;
+    Expr smoothing{0};  ///< SmoothingTotalsParams' totals and sums, where exponentials are retained with label smoothing
+    /// Counters of two Paces, of TailParts' tiles, of the readers of each block of retained exponentials, and last of rows that
+    /// scatter_rows scales.
+    Expr counters{0};
+    std::int64_t counter_count = 0;
+};
+[[nodiscard]] BackwardLayoutSm90 backward_layout(const Spec& spec, const Device& device, const Plan& plan);
+
+/// Columns of the first chunk of a joined pair: the wider one, where they cannot be alike.
+[[nodiscard]] Expr first_of_pair(const Plan& plan, const Expr& pair);
+
+/// CudaPath::least_scratch_bytes.
+[[nodiscard]] std::int64_t least_scratch_bytes(const Spec& spec, const Plan& plan);
 
 }  // namespace flce::sm90

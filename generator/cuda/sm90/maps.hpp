@@ -13,15 +13,20 @@ inline constexpr int kFirstRows = 64;
 inline constexpr int kSecondRows = 64 / kClusterBlocks;
 
 /// `columns` of the vocabulary from `address` on, of the weight or of its gradient.
-[[nodiscard]] MappedMatrix weight_matrix(const Spec& spec, const Expr& address, const Expr& columns);
-
-/// Matrix of rounded rows, which are vocab_major whatever the weight is.
-[[nodiscard]] MappedMatrix rounded_matrix(const Spec& spec, const Expr& address, const Expr& columns);
+[[nodiscard]] inline MappedMatrix weight_matrix(const Spec& spec, const Expr& address, const Expr& columns) {
+    if (spec.layout == WeightLayout::vocab_major) return {address, spec.hidden_size, columns, spec.hidden_size};
+    return {address, columns, spec.hidden_size, spec.padded_vocab_size};
+}
+/// The weight's columns as GEMMs read them: rounded rows are vocab_major whatever the weight is.
+[[nodiscard]] inline MappedMatrix operand_matrix(const Spec& spec, const Expr& address, const Expr& columns) {
+    return rounds_weight(spec) ? MappedMatrix{address, spec.hidden_size, columns, spec.hidden_size} : weight_matrix(spec, address, columns);
+}
+/// Whether the weight that GEMMs read is vocab_major.
+[[nodiscard]] inline bool reads_vocab_major(const Spec& spec) noexcept {
+    return spec.layout == WeightLayout::vocab_major || rounds_weight(spec);
+}
 
 /// An address in retained memory.
-[[nodiscard]] Expr retained_at(const Expr& offset);
-
-/// Whether the weight that GEMMs read is vocab_major.
-[[nodiscard]] bool reads_vocab_major(const Spec& spec) noexcept;
+[[nodiscard]] inline Expr retained_at(const Expr& offset) { return slot(Slot::retained) + offset; }
 
 }  // namespace flce::sm90

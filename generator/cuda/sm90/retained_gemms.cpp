@@ -1,11 +1,9 @@
-#include "generator/cuda/sm90/retained_gemms.hpp"
-
 #include <algorithm>
 #include <iterator>
 #include <utility>
 
+#include "generator/cuda/sm90/backward_pass.hpp"
 #include "generator/cuda/sm90/maps.hpp"
-#include "generator/cuda/sm90/rules.hpp"
 #include "templates/sm90/params.cuh"
 
 namespace flce::sm90 {
@@ -30,7 +28,7 @@ struct FactorsAt {
     Expr at{0};
 
     explicit FactorsAt(const BackwardPassSm90& pass) {
-        const BackwardLayout& layout = pass.layout;
+        const BackwardLayoutSm90& layout = pass.layout;
         const bool any = sums_retained_bias(pass.spec, pass.plan);
         pitch = round_up(slot(Slot::num_tokens), 8);
         offset = layout.rows * layout.chunk * pass.element_bytes - (any ? pitch * (2 * pass.element_bytes) : Expr(0));
@@ -43,14 +41,14 @@ struct FactorsAt {
 Statement retained_rows_launch(const BackwardPassSm90& pass, const RowBlock& rows, const Expr& scaled_hidden) {
     using Params = RetainedRowsParams;
     const RetainedLayout& retained = pass.retained;
-    const BackwardLayout& layout = pass.layout;
+    const BackwardLayoutSm90& layout = pass.layout;
     const std::int64_t row_bytes = pass.spec.hidden_size * pass.element_bytes;
     LaunchBuilder<Params> launch(pass.source.kernel(KernelRole::retained_rows), ceil_div(rows.count, kRowThreads / 32));
     launch.set(&Params::hidden, slot(Slot::hidden) + caller_row(pass, rows.first) * row_bytes)
-        .set_list(&Params::list, pass.list, workspace_at(layout.scalars), rows.first)
+        .set_list(&Params::list, pass.list, rows.first)
         .set(&Params::coefficients, workspace_at(layout.coefficients))
         .set(&Params::row_targets, workspace_at(layout.row_targets))
-        .set(&Params::scalars, workspace_at(layout.scalars))
+        .set(&Params::scalars, scalars_at())
         .set(&Params::references, retained_at(retained.references) + rows.first * 4)
         .set(&Params::target_logits, retained_at(retained.target_logits) + rows.first * 4)
         .set(&Params::exponentials, retained_at(retained.exponentials) + rows.first * (kRetainedColumns * pass.element_bytes))
@@ -104,7 +102,7 @@ std::vector<Statement> smoothing_steps(const BackwardPassSm90& pass) {
         .set(&SmoothingSumsParams::row_smoothing, retained_at(pass.retained.row_smoothing))
         .set(&SmoothingSumsParams::weight_sums, at.weight_sums)
         .set(&SmoothingSumsParams::hidden_sums, at.hidden_sums)
-        .set_list(&SmoothingSumsParams::list, pass.list, workspace_at(pass.layout.scalars), 0)
+        .set_list(&SmoothingSumsParams::list, pass.list, 0)
         .set(&SmoothingSumsParams::columns, pass.retained.columns)
         .set(&SmoothingSumsParams::rows, slot(Slot::num_tokens));
     const bool of_bias = sums_retained_bias(pass.spec, pass.plan);
@@ -117,7 +115,7 @@ std::vector<Statement> smoothing_steps(const BackwardPassSm90& pass) {
     if (of_bias) {
         totals.set(&SmoothingTotalsParams::row_smoothing, retained_at(pass.retained.row_smoothing))
             .set(&SmoothingTotalsParams::smoothing_total, at.smoothing_total)
-            .set_list(&SmoothingTotalsParams::list, pass.list, workspace_at(pass.layout.scalars), 0)
+            .set_list(&SmoothingTotalsParams::list, pass.list, 0)
             .set(&SmoothingTotalsParams::rows, slot(Slot::num_tokens));
     }
     return {sums.build(), totals.build()};
@@ -131,9 +129,9 @@ Statement retained_bias_launch(const BackwardPassSm90& pass) {
         .set(&Params::row_scales, retained_at(retained.row_scales))
         .set(&Params::row_smoothing, retained_at(retained.row_smoothing))
         .set(&Params::class_weight, slot(Slot::class_weight))
-        .set(&Params::scalars, workspace_at(pass.layout.scalars))
+        .set(&Params::scalars, scalars_at())
         .set(&Params::grad_bias, slot(Slot::grad_bias))
-        .set_list(&Params::list, pass.list, workspace_at(pass.layout.scalars), 0)
+        .set_list(&Params::list, pass.list, 0)
         .set(&Params::block_bytes, retained.block_bytes)
         .set(&Params::rows, slot(Slot::num_tokens))
         .set(&Params::columns, retained.columns);
@@ -143,15 +141,15 @@ Statement retained_bias_launch(const BackwardPassSm90& pass) {
 Statement retained_grad_hidden_launch(const BackwardPassSm90& pass) {
     using Params = GradHiddenSm90Params;
     const RetainedLayout& retained = pass.retained;
-    const BackwardLayout& layout = pass.layout;
+    const BackwardLayoutSm90& layout = pass.layout;
     const GemmTile& tile = pass.plan.cuda.grad_hidden;
     const bool vocab_major = pass.spec.layout == WeightLayout::vocab_major;
     const RowBlock rows = all_rows();
     const MappedMatrix sum = sum_matrix(pass, 0, max(sum_room(pass), 1));
     const std::int64_t tile_sum_bytes = std::int64_t{4} * kClusterBlocks * tile.block_m * tile.block_n;
     LaunchBuilder<Params> launch(pass.source.kernel(KernelRole::grad_hidden), sum_grid(pass, rows.count));
-    launch.set_share(&Params::share, sum_share(pass))
-        .set(&Params::scalars, workspace_at(layout.scalars))
+    set_share(launch, pass);
+    launch.set(&Params::scalars, scalars_at())
         .set(&Params::accumulator, sum.address)
         .set(&Params::grad_hidden, slot(Slot::grad_hidden))
         .set(&Params::rows, rows.count)
@@ -163,13 +161,13 @@ Statement retained_grad_hidden_launch(const BackwardPassSm90& pass) {
         .set(&Params::tail_sums, workspace_at(layout.dlogits))  // no chunk is computed yet
         .set(&Params::tail_counters, workspace_at(layout.counters) + std::int64_t{4} * kPaceCounters)
         .set(&Params::tail_room, floor_div(max(FactorsAt(pass).offset, 0), tile_sum_bytes))
-        .set(&Params::tickets, tickets_at(pass))
+        .set(&Params::tickets, tickets_at())
         .set(&Params::column_shift, kRetainedShift)
         .set_map(&Params::dlogits_map, exponentials_matrix(retained), tile.block_m)
         .set_map(&Params::weight_map, weight_matrix(pass.spec, slot(Slot::weight), retained.columns),
                  vocab_major ? kSecondRows : tile.block_n / kClusterBlocks)
         .set_map(&Params::accumulator_map, sum, kFirstRows, 4)
-        .set_list(&Params::list, pass.list, workspace_at(layout.scalars), rows.first);
+        .set_list(&Params::list, pass.list, rows.first);
     if (pass.spec.label_smoothing <= 0) return launch.build();
     LaunchBuilder<SmoothedGradHiddenSm90Params> smoothed(std::move(launch));
     smoothed.set(&SmoothedGradHiddenSm90Params::row_smoothing, retained_at(retained.row_smoothing))
@@ -194,7 +192,7 @@ Statement build_with_bias(const BackwardPassSm90& pass, LaunchBuilder<Params> la
 Statement retained_grad_weight_launch(const BackwardPassSm90& pass) {
     using Params = GradWeightSm90Params;
     const RetainedLayout& retained = pass.retained;
-    const BackwardLayout& layout = pass.layout;
+    const BackwardLayoutSm90& layout = pass.layout;
     const GemmTile& tile = pass.plan.cuda.grad_weight;
     const bool vocab_major = pass.spec.layout == WeightLayout::vocab_major;
     const RowBlock rows = all_rows();
@@ -203,14 +201,14 @@ Statement retained_grad_weight_launch(const BackwardPassSm90& pass) {
     const std::int64_t tiles_across = (pass.spec.hidden_size + tile.block_n - 1) / tile.block_n;
     const std::int64_t readers = kRetainedColumns / tile.block_m * tiles_across * warps_of_tile(tile);
     LaunchBuilder<Params> launch(pass.source.kernel(KernelRole::grad_weight), cluster_grid(pass, tile, of.m, of.n));
-    launch.set(&Params::scalars, workspace_at(layout.scalars))
+    launch.set(&Params::scalars, scalars_at())
         .set(&Params::grad_weight, slot(Slot::grad_weight))
         .set(&Params::rows, rows.count)
         .set(&Params::columns, retained.columns)
         .set(&Params::first, 1)
         .set(&Params::last, 1)
         .set(&Params::readers, select(lent, workspace_at(layout.counters) + std::int64_t{4} * (kPaceCounters + kMostTailTiles), 0))
-        .set(&Params::tickets, tickets_at(pass))
+        .set(&Params::tickets, tickets_at())
         .set(&Params::block_bytes, retained.block_bytes)
         .set(&Params::readers_of_block, readers)
         .set(&Params::column_shift, kRetainedShift)
@@ -219,7 +217,7 @@ Statement retained_grad_weight_launch(const BackwardPassSm90& pass) {
                  vocab_major ? kSecondRows : kFirstRows)
         .set_map(&Params::grad_weight_map, weight_matrix(pass.spec, slot(Slot::grad_weight), retained.columns), kFirstRows,
                  pass.grad_element_bytes)
-        .set_list(&Params::list, pass.list, workspace_at(layout.scalars), rows.first);
+        .set_list(&Params::list, pass.list, rows.first);
     if (pass.spec.label_smoothing <= 0) return build_with_bias(pass, std::move(launch));
     LaunchBuilder<SmoothedGradWeightSm90Params> smoothed(std::move(launch));
     smoothed.set(&SmoothedGradWeightSm90Params::hidden_sum, SmoothingSums(pass).hidden_sum)

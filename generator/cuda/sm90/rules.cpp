@@ -4,6 +4,8 @@
 
 #include <numeric>
 
+#include "generator/cuda/common/workspace.hpp"
+
 namespace flce::sm90 {
 namespace {
 
@@ -82,9 +84,21 @@ GemmTile with_stages(const Spec& spec, GemmRole role, GemmTile tile) {
     return tile;
 }
 
+Reason retain_problem(const Spec& spec) {
+    if (spec.batch_invariant)
+        return std::string("retain: how much is retained depends on the number of tokens, and batch_invariant asks for the same bits");
+    if (rounds_weight(spec)) return std::string("retain: references are single rows of the weight, which is rounded a stretch at a time");
+    if (spec.dtype != DType::bf16) return fmt::format("retain: exponentials have bf16's range, not {}'s", to_string(spec.dtype));
+    if (spec.softcap != 0.0 && spec.label_smoothing > 0) {
+        return std::string(
+            "retain: label smoothing's gradient under a softcap is no product of a number of the token and one of the class");
+    }
+    return std::nullopt;
+}
+
 }  // namespace
 
-CudaPath::Reason problem(const Spec& spec, const Device& device) {
+Reason problem(const Spec& spec, const Device& device, Strategy strategy) {
     if (auto reason = oldest_gpu_problem(device)) return reason;
     if (device.gpu.arch != "sm_90a") return fmt::format("{}: cuda_sm90a needs sm_90a (wgmma)", device.gpu.arch);
     if (device.gpu.sm_count < kClusterBlocks)
@@ -99,22 +113,10 @@ CudaPath::Reason problem(const Spec& spec, const Device& device) {
         return fmt::format("layout=hidden_major with rows of {}: cuda_sm90a needs rows of a multiple of 8; others run on cuda_sm80",
                            spec.padded_vocab_size);
     }
-    return std::nullopt;
+    return strategy == Strategy::retain ? retain_problem(spec) : std::nullopt;
 }
 
-CudaPath::Reason retain_problem(const Spec& spec) {
-    if (spec.batch_invariant)
-        return std::string("retain: how much is retained depends on the number of tokens, and batch_invariant asks for the same bits");
-    if (rounds_weight(spec)) return std::string("retain: references are single rows of the weight, which is rounded a stretch at a time");
-    if (spec.dtype != DType::bf16) return fmt::format("retain: exponentials have bf16's range, not {}'s", to_string(spec.dtype));
-    if (spec.softcap != 0.0 && spec.label_smoothing > 0) {
-        return std::string(
-            "retain: label smoothing's gradient under a softcap is no product of a number of the token and one of the class");
-    }
-    return std::nullopt;
-}
-
-CudaPath::Reason tile_problem(const Spec& spec, const Device& device, GemmRole role, const GemmTile& tile) {
+Reason tile_problem(const Spec& spec, const Device& device, GemmRole role, const GemmTile& tile) {
     if (tile.schedule == TileSchedule::warp_grid) {
         return fmt::format("warps {}x{}: 4x1, warpgroups take turns, or 8x1, they share a tile", tile.warps_m, tile.warps_n);
     }

@@ -12,9 +12,8 @@ inline constexpr int kClusterBlocks = 2;
 /// Warps that multiply a tile.
 [[nodiscard]] inline int warps_of_tile(const GemmTile& tile) { return takes_turns(tile) ? 4 : 8; }
 
-[[nodiscard]] CudaPath::Reason problem(const Spec& spec, const Device& device);
-[[nodiscard]] CudaPath::Reason retain_problem(const Spec& spec);
-[[nodiscard]] CudaPath::Reason tile_problem(const Spec& spec, const Device& device, GemmRole role, const GemmTile& tile);
+[[nodiscard]] Reason problem(const Spec& spec, const Device& device, Strategy strategy);
+[[nodiscard]] Reason tile_problem(const Spec& spec, const Device& device, GemmRole role, const GemmTile& tile);
 [[nodiscard]] KernelBlock block(const Spec& spec, GemmRole role, const GemmTile& tile);
 
 /// One of forward's kernels: its tile, and how many blocks of a cluster share a tile of the vocabulary.
@@ -39,8 +38,8 @@ inline constexpr int kFewTokens = 128;
 
 /// Whether gradients of retained exponentials lack label smoothing's terms, which their kernels' epilogues subtract.
 [[nodiscard]] bool smooths_retained(const Spec& spec, const Plan& plan);
-/// CudaPath::defers_hidden. False with label smoothing: its term of grad_hidden is added up along with its term of grad_weight, which reads
-/// hidden.
+/// CudaProgram::defers_hidden. False with label smoothing: its term of grad_hidden is added up along with its term of grad_weight, which
+/// reads hidden.
 [[nodiscard]] bool defers_hidden(const Spec& spec, const Plan& plan);
 
 /// Whether grad_weight's kernel has room to add up grad_bias as well: factors of each stage beside the tile, and registers. A hidden_major

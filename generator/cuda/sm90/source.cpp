@@ -1,7 +1,6 @@
-#include "generator/cuda/sm90/source.hpp"
-
 #include <fmt/format.h>
 
+#include "generator/cuda/sm90/path.hpp"
 #include "generator/cuda/sm90/rules.hpp"
 #include "templates/common/params.cuh"
 
@@ -20,7 +19,8 @@ std::string grad_weight_params(const Spec& spec, const Plan& plan) {
 }  // namespace
 
 CudaSource source(const Spec& spec, const Device& device, const Plan& plan) {
-    KernelWriter writer(spec, device, plan, "sm90/kernels.cuh", true);
+    const int segment = segment_tiles(spec, plan.cuda.forward);
+    KernelWriter writer(spec, device, plan, {.header = "sm90/kernels.cuh", .overlaps = true, .lists_rows = true, .segment_tiles = segment});
     // `name`: name of the type that states kSmemBytes and kThreads. `params`: name of the parameters.
     const auto gemm = [&](KernelRole kernel, GemmRole role, const GemmTile& tile, std::string_view name, std::string_view params,
                           std::string_view function) {
@@ -52,17 +52,17 @@ CudaSource source(const Spec& spec, const Device& device, const Plan& plan) {
         joined(KernelRole::backward_chunks, "BackwardChunks", "backward_chunks");
         joined(KernelRole::hidden_chunks, "HiddenChunks", "hidden_chunks");
     }
-    writer.rows(KernelRole::gather_rows, "GatherRowsParams", "gather_rows", kRowThreads);
-    writer.rows(KernelRole::scatter_rows, "ScatterRowsParams", "scatter_rows", kRowThreads, KernelWriter::Waits::itself);
+    writer.rows(KernelRole::gather_rows, "GatherRowsParams");
+    writer.rows(KernelRole::scatter_rows, "ScatterRowsParams", kRowThreads, KernelWriter::Waits::itself);
     if (retains) {
-        writer.rows(KernelRole::references, "ReferencesParams", "references", kRowThreads, KernelWriter::Waits::itself);
-        writer.rows(KernelRole::retained_rows, "RetainedRowsParams", "retained_rows", kRowThreads);
-        if (spec.bias) writer.rows(KernelRole::retained_bias, "RetainedBiasParams", "retained_bias", kRowThreads);
+        writer.rows(KernelRole::references, "ReferencesParams", kRowThreads, KernelWriter::Waits::itself);
+        writer.rows(KernelRole::retained_rows, "RetainedRowsParams");
+        if (spec.bias) writer.rows(KernelRole::retained_bias, "RetainedBiasParams");
     }
-    if (retains && is_shard(spec)) writer.rows(KernelRole::make_room, "MakeRoomParams", "make_room", 32);
+    if (retains && is_shard(spec)) writer.rows(KernelRole::make_room, "MakeRoomParams", 32);
     if (!smoothed.empty()) {
-        writer.rows(KernelRole::smoothing_sums, "SmoothingSumsParams", "smoothing_sums", kRowThreads);
-        writer.rows(KernelRole::smoothing_totals, "SmoothingTotalsParams", "smoothing_totals", kRowThreads);
+        writer.rows(KernelRole::smoothing_sums, "SmoothingSumsParams");
+        writer.rows(KernelRole::smoothing_totals, "SmoothingTotalsParams");
     }
     writer.option_kernels();
     return std::move(writer).finish();

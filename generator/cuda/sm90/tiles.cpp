@@ -1,6 +1,7 @@
-#include "generator/cuda/sm90/tiles.hpp"
-
+// The tiles that the planner considers for cuda_sm90a, and how quick they are: the one place to edit when a measurement says otherwise.
 #include <array>
+
+#include "generator/cuda/sm90/path.hpp"
 
 namespace flce::sm90 {
 namespace {
@@ -30,6 +31,17 @@ constexpr std::array kTiles = {
 
 }  // namespace
 
-std::span<const TileCandidate> tile_candidates() noexcept { return kTiles; }
+std::span<const TileCandidate> tile_candidates() { return kTiles; }
+
+double wgmma_share() { return 0.76; }
+
+TileRate tile_rate(const Spec& spec, const Device& /*device*/, GemmRole role, const GemmTile& tile) {
+    // grad_weight's depth is that of retained exponentials, also where the gradient is added to: the first old values come while the tile
+    // is multiplied.
+    const double depth = role == GemmRole::grad_weight ? 256.0 : role == GemmRole::grad_hidden ? 120.0 : 300.0;
+    return {.blocks_per_sm = block(spec, role, tile).per_sm,
+            .efficiency = tile_efficiency(kTiles, role, tile, kPathSm90.warps(tile)),
+            .epilogue_depth = depth * (takes_turns(tile) ? 0.1 : 1.0)};  // the other warpgroup's turn hides most of it
+}
 
 }  // namespace flce::sm90
