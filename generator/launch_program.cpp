@@ -133,13 +133,6 @@ void append_operation(const Expr::Node& n, const Part& part, std::string& out) {
     }
 }
 
-void append_text(const Expr& e, int least_precedence, std::string& out) {
-    const bool parentheses = precedence(e.node().op) < least_precedence;
-    if (parentheses) out += '(';
-    append_operation(e.node(), append_text, out);
-    if (parentheses) out += ')';
-}
-
 /// The statement that `left` statements precede, of this body and of the bodies in it. Null where there are fewer: `left` has then become
 /// less.
 const Statement* find_statement(const std::vector<Statement>& body, std::size_t& left) {
@@ -227,12 +220,6 @@ private:
 
 std::int64_t evaluate(const Expr& e, const CallSlots& slots, const std::vector<std::int64_t>& variables) {
     return Evaluation(slots, variables).value(e);
-}
-
-std::string to_text(const Expr& e) {
-    std::string out;
-    append_text(e, 0, out);
-    return out;
 }
 
 std::string SharedTexts::of(const Expr& e) {

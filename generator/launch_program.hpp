@@ -63,11 +63,9 @@ private:
 /// Value of `e` for these slots and loop variables. The argument that select does not take is not evaluated and may be a division by zero.
 /// Throws ArgumentError where a value does not fit in 64 bits (too many tokens) and for a division by zero.
 [[nodiscard]] std::int64_t evaluate(const Expr& e, const CallSlots& slots, const std::vector<std::int64_t>& variables = {});
-/// C-like text for logs and golden tests.
-[[nodiscard]] std::string to_text(const Expr& e);
 
-/// Texts of many expressions that share parts, which written out in full would grow with every use: a part longer than kLongest gets a name
-/// (t1, t2, …).
+/// C-like texts of expressions. Parts that they share would grow with every use if they were written out in full: a part longer than
+/// kLongest gets a name (t1, t2, …).
 class SharedTexts {
 public:
     static constexpr std::size_t kLongest = 100;

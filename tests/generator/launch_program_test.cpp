@@ -14,6 +14,8 @@ namespace {
 using test::interpret;
 using test::InterpretedLaunch;
 
+std::string text_of(const Expr& e) { return SharedTexts().of(e); }
+
 CallSlots slots_of(std::int64_t num_tokens) {
     CallSlots slots{};
     slots[static_cast<std::size_t>(Slot::num_tokens)] = num_tokens;
@@ -44,27 +46,27 @@ TEST(Expr, Operators_OnConstants_Fold) {
 
 TEST(Expr, Identities_AreFolded) {
     const Expr n = slot(Slot::num_tokens);
-    EXPECT_EQ(to_text(n + 0), "num_tokens");
-    EXPECT_EQ(to_text(0 + n), "num_tokens");
-    EXPECT_EQ(to_text(n - 0), "num_tokens");
-    EXPECT_EQ(to_text(n * 1), "num_tokens");
-    EXPECT_EQ(to_text(round_up(n, 1)), "num_tokens");
+    EXPECT_EQ(text_of(n + 0), "num_tokens");
+    EXPECT_EQ(text_of(0 + n), "num_tokens");
+    EXPECT_EQ(text_of(n - 0), "num_tokens");
+    EXPECT_EQ(text_of(n * 1), "num_tokens");
+    EXPECT_EQ(text_of(round_up(n, 1)), "num_tokens");
     EXPECT_EQ(*(n * 0).constant(), 0);
     EXPECT_EQ(*(0 * n).constant(), 0);
 }
 
-TEST(Expr, ToText_IsCLikeWithTheParenthesesThatAreNeeded) {
+TEST(Expr, Text_IsCLikeWithTheParenthesesThatAreNeeded) {
     const Expr n = slot(Slot::num_tokens);
-    EXPECT_EQ(to_text(ceil_div(n, 128) * 4), "(num_tokens + 127) / 128 * 4");
-    EXPECT_EQ(to_text(n - (n - 3)), "num_tokens - (num_tokens - 3)");
-    EXPECT_EQ(to_text(n * (n * 2)), "num_tokens * (num_tokens * 2)");
-    EXPECT_EQ(to_text(select(equal(slot(Slot::grad_bias), 0), min(n, 7), variable(2) + 1)), "grad_bias == 0 ? min(num_tokens, 7) : i2 + 1");
-    EXPECT_EQ(to_text(select(less(n, 4), n, 4) + 1), "(num_tokens < 4 ? num_tokens : 4) + 1");
+    EXPECT_EQ(text_of(ceil_div(n, 128) * 4), "(num_tokens + 127) / 128 * 4");
+    EXPECT_EQ(text_of(n - (n - 3)), "num_tokens - (num_tokens - 3)");
+    EXPECT_EQ(text_of(n * (n * 2)), "num_tokens * (num_tokens * 2)");
+    EXPECT_EQ(text_of(select(equal(slot(Slot::grad_bias), 0), min(n, 7), variable(2) + 1)), "grad_bias == 0 ? min(num_tokens, 7) : i2 + 1");
+    EXPECT_EQ(text_of(select(less(n, 4), n, 4) + 1), "(num_tokens < 4 ? num_tokens : 4) + 1");
     SharedTexts texts;
     EXPECT_EQ(texts.of(n - (n - 3)), "num_tokens - (num_tokens - 3)");
     EXPECT_EQ(texts.of((n - 3) * 2), "(num_tokens - 3) * 2");
     EXPECT_TRUE(texts.definitions().empty());
-    EXPECT_EQ(to_text(slot(Slot::workspace)), "workspace");
+    EXPECT_EQ(text_of(slot(Slot::workspace)), "workspace");
 }
 
 TEST(SharedTexts, PartsUsedAgain_AreWrittenOnce) {
