@@ -281,7 +281,7 @@ struct RetainedRowsParams {
     float* row_smoothing;              ///< [rows]: times the classes' weights, with label smoothing
     const float* row_temperatures;     ///< row_temperatures of RowCoefficientsParams
     const float* row_teacher_weights;  ///< row_teacher_weights of RowCoefficientsParams
-    unsigned* counters;                ///< counters of BackwardLayout, set to 0
+    unsigned* counters;                ///< counters of BackwardLayoutSm90, set to 0
     TeacherParams teacher;             ///< classes of the Problem's teacher, if it has one
     RowList list;
     LogitSlope slope;  ///< slope of the teacher's classes, but for `derivative`

@@ -107,15 +107,16 @@ TEST_P(GpuBesideForeignKernel, KernelThatWaitsForBackward_BothEndAndBitsAreTheSa
     }
 }
 
-INSTANTIATE_TEST_SUITE_P(
-    Plans, GpuBesideForeignKernel,
-    testing::Values(Case{kLayer, 5000, std::nullopt, "Recomputed"}, Case{kJoinedLayer, kJoinedTokens, std::nullopt, "Joined"},
-                    Case{kJoinedLayerInParts, kJoinedTokens, std::nullopt, "JoinedInParts"},
-                    Case{kJoinedLayer, 300, std::nullopt, "ChunkByChunk"}, Case{kJoinedLayer, 64, std::nullopt, "FewTokens"},
-                    Case{kInvariantLayer, 5000, std::nullopt, "BatchInvariant"},
-                    Case{kLayer, 5000, RetainedPlace::grad_weight, "ExponentialsInGradWeight"},
-                    Case{kLayer, 5000, RetainedPlace::own, "ExponentialsApart"}),
-    [](const auto& info) { return std::string(info.param.name); });
+INSTANTIATE_TEST_SUITE_P(Plans, GpuBesideForeignKernel,
+                         testing::Values(Case{kLayer, 5000, std::nullopt, "Recomputed"},
+                                         Case{kJoinedLayer, kJoinedTokens, std::nullopt, "Joined"},
+                                         Case{kJoinedLayerInParts, kJoinedTokens, std::nullopt, "JoinedInParts"},
+                                         Case{kJoinedLayer, 300, std::nullopt, "ChunkByChunk"},
+                                         Case{kJoinedLayer, 64, std::nullopt, "FewTokens"},
+                                         Case{kInvariantLayer, 5000, std::nullopt, "BatchInvariant"},
+                                         Case{kLayer, 5000, RetainedPlace::grad_weight, "ExponentialsInGradWeight"},
+                                         Case{kLayer, 5000, RetainedPlace::own, "ExponentialsApart"}),
+                         [](const auto& info) { return std::string(info.param.name); });
 
 }  // namespace
 }  // namespace flce

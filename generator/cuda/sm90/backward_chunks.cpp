@@ -85,9 +85,14 @@ std::vector<Statement> with_counters(const BackwardPassSm90& pass, LaunchBuilder
 std::vector<Statement> backward_chunks_steps(const BackwardPassSm90& pass, const Stretch& stretch) {
     const RowBlock rows = all_rows();
     const Expr columns = min(pass.columns - stretch.first_column, stretch.chunks * stretch.width);
-    const JoinedWork work{
-        KernelRole::backward_chunks, rows, stretch.first_column, columns, stretch.width, first_of_pair(pass.plan, stretch.width),
-        stretch.dlogits, 1};
+    const JoinedWork work{KernelRole::backward_chunks,
+                          rows,
+                          stretch.first_column,
+                          columns,
+                          stretch.width,
+                          first_of_pair(pass.plan, stretch.width),
+                          stretch.dlogits,
+                          1};
     LaunchBuilder<Params> launch = joined_launch(pass, work);
     launch.set_map(&Params::hidden_sum_map, hidden_matrix(pass, rows), kSecondRows)
         .set_map(&Params::grad_weight_map, columns_of(pass, work, Slot::grad_weight, pass.grad_element_bytes), kFirstRows,

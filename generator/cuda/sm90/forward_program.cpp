@@ -146,8 +146,8 @@ std::vector<Statement> retaining_steps(const ForwardPassSm90& pass) {
     std::vector<Statement> steps = teacher_logits_steps(pass);
     steps.push_back({If{any, {references_launch(pass)}}});
     std::ranges::move(with_columns(pass.spec, gemm(false)), std::back_inserter(steps));
-    steps.push_back(row_outputs_launch(
-        pass, {pass.if_retained(pass.references), pass.if_retained(pass.target_logits), pass.if_retained(pass.stale)}));
+    steps.push_back(
+        row_outputs_launch(pass, {pass.if_retained(pass.references), pass.if_retained(pass.target_logits), pass.if_retained(pass.stale)}));
     // Exponentials of rows whose logits turned out to be far above their reference. There are hardly ever any, and then the launch ends at
     // once. No output comes of it.
     steps.push_back({If{any, gemm(true)}});
