@@ -1,154 +1,21 @@
-"""Checks of a caller's arguments. Every refusal names the argument, its value and the values that are allowed."""
+"""Checks of a caller's tensors. Every refusal names the argument, its value and the values that are allowed."""
 
 from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from flce import _frame, _retain, errors
+from flce import errors
 from flce._checks import COUNT_DTYPES, DTYPES, TARGET_DTYPES, is_dtensor
 from flce._frame import PLAIN_TYPES
-from flce._targets import check_ignore_index, check_target_dtype, check_tensors
-from flce.budget import MemoryBudget
+from flce._targets import check_target_dtype, check_tensors
 
-REDUCTIONS = {"none": 0, "sum": 1, "mean": 2, "weighted_mean": 3}
 DEVICE_TYPES = ("cpu", "cuda", "meta")
-OUTPUTS = (*_frame.VALUES[:-1], "top1", _frame.VALUES[-1])  # a Spec's outputs, in the order in which callers get them
-_LONG = 1 << 63
-LEAST_TEMPERATURE, MOST_TEMPERATURE = 2.0**-100, 2.0**100
-
-
-class Options(NamedTuple):
-    """A call's arguments that are no tensors and do not change its targets."""
-
-    outputs: tuple[bool, ...]  # whether each of OUTPUTS is asked for
-    reduction: Any
-    ignore_index: Any
-    logit_scale: Any
-    softcap: Any
-    label_smoothing: Any
-    z_loss: Any
-    dft: Any
-    batch_invariant: Any
-    workspace_limit_bytes: Any
-    retain_in_grad_weight: Any
-    teacher_top_k: int = 0  # K of the call's teacher_ids; 0: it has none
-    hard_weight: Any = 0.0
-    return_teacher_logprobs: Any = False
-    parallel: str = ""  # Inputs.parallel
-
-
-class Checked(NamedTuple):
-    """The outputs and numbers that checked `Options` stand for."""
-
-    rest: tuple[str, int, int, int, int, str]  # Inputs.rest()
-    asked: tuple[str, ...]  # the outputs that the caller gets
-    written: tuple[str, ...]  # the outputs that the kernel writes
-    teacher_logprobs: bool  # whether the caller gets them, behind the others
-
-
-def check_options(options: Options) -> Checked:
-    asked = asked_outputs(options.outputs)
-    written = written_outputs(asked, options.dft)
-    teacher = (options.teacher_top_k, options.hard_weight)
-    flags = (options.dft, options.batch_invariant)
-    text = options_text(options.logit_scale, options.softcap, options.label_smoothing, options.z_loss, *flags, written, *teacher)
-    limit, choice = (
-        workspace_limit(options.workspace_limit_bytes),
-        retain_choice(options.retain_in_grad_weight, options.workspace_limit_bytes),
-    )
-    rest = (text, check_ignore_index(options.ignore_index), reduction_code(options.reduction), limit, choice, options.parallel)
-    return Checked(rest, asked, written, options.return_teacher_logprobs is True)
-
-
-_FLAGS = {"logprob": "return_logprobs"}  # by name in OUTPUTS; the other flags are called as the outputs are
-
-
-def asked_outputs(wanted: Sequence[Any]) -> tuple[str, ...]:
-    """The names of OUTPUTS that are asked for."""
-    for name, flag in zip(OUTPUTS, wanted, strict=True):
-        if not isinstance(flag, bool):
-            raise errors.DTypeError(f"{_FLAGS.get(name, f'return_{name}')} is {flag!r}; it must be True or False")
-    return tuple(name for name, flag in zip(OUTPUTS, wanted, strict=True) if flag)
-
-
-def written_outputs(asked: Sequence[str], dft: Any) -> tuple[str, ...]:
-    """Outputs that a kernel has to write, in the order of OUTPUTS: backward of dft reads the targets' log-probabilities."""
-    return tuple(name for name in OUTPUTS if name in asked or (dft is True and name == "logprob"))
-
-
-def options_text(
-    logit_scale: float | None = None,
-    softcap: float | None = None,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    dft: bool = False,
-    batch_invariant: bool = False,
-    outputs: Sequence[str] = ("loss",),
-    teacher_top_k: int = 0,
-    hard_weight: float = 0.0,
-) -> str:
-    """The options as keys of a Spec's text; what is at its default is left out."""
-    parts = []
-    values = {
-        "logit_scale": (logit_scale, 1.0),
-        "softcap": (softcap, 0.0),
-        "label_smoothing": (label_smoothing, 0.0),
-        "z_loss": (z_loss, 0.0),
-        "hard_weight": (hard_weight, 0.0),
-    }
-    for name, (value, default) in values.items():
-        if value is not None and (parsed := number(name, value)) != default:
-            parts.append(f"{name}={parsed!r}")
-    for name, flag in (("batch_invariant", batch_invariant), ("dft", dft)):
-        if not isinstance(flag, bool):
-            raise errors.DTypeError(f"{name} is {flag!r}; it must be True or False")
-        if flag:
-            parts.append(name)
-    if teacher_top_k:
-        parts.append(f"teacher_top_k={teacher_top_k}")
-    if tuple(outputs) != ("loss",):
-        parts.append("outputs=" + "+".join(outputs))
-    return ",".join(parts)
-
-
-def number(name: str, value: Any) -> float:
-    if not isinstance(value, (int, float)) and not isinstance(value, numbers.Real):
-        raise errors.DTypeError(f"{name} is a {type(value).__name__}; it must be a number (a constant, not a tensor)")
-    return float(value)
-
-
-def reduction_code(given: Any) -> int:
-    code = REDUCTIONS.get(given) if isinstance(given, str) else None
-    if code is None:
-        raise errors.ArgumentError(f"reduction is {given!r}; allowed are {', '.join(map(repr, REDUCTIONS))}")
-    return code
-
-
-def workspace_limit(given: int | MemoryBudget | None) -> int:
-    if given is None:
-        return 0
-    if isinstance(given, MemoryBudget):
-        return given.limit_bytes
-    if not isinstance(given, int) or isinstance(given, bool) or not 0 < given < _LONG:
-        raise errors.ArgumentError(
-            f"workspace_limit_bytes is {given!r}; it must be a positive number of bytes, below 2^63, a flce.MemoryBudget, or None"
-        )
-    return given
-
-
-def retain_choice(given: bool | None, limit: int | MemoryBudget | None = None) -> int:
-    if given is not None and not isinstance(given, bool):
-        raise errors.ArgumentError(f"retain_in_grad_weight is {given!r}; allowed are True, False and None (automatic)")
-    return _retain.within(given, limit) if isinstance(limit, MemoryBudget) else _retain.CHOICES[given]
-
-
-# ── Tensors ─────────────────────────────────────────
+MOST_TEACHER_TOP_K = 256
 
 
 def check_inputs(
@@ -265,18 +132,6 @@ def num_valid(given: Tensor | float, reduction: str, hidden: Tensor) -> Tensor:
 # ── A number a token ────────────────────────────────
 
 
-def temperature_number(given: Any) -> float | None:
-    """A temperature that is no tensor; None where it changes nothing."""
-    if given is None:
-        return None
-    if not isinstance(given, (int, float)) and not isinstance(given, numbers.Real):
-        raise errors.DTypeError(f"temperature is a {type(given).__name__}; it must be a number or a float32 tensor of target's shape")
-    number = float(given)
-    if not LEAST_TEMPERATURE <= number <= MOST_TEMPERATURE:
-        raise errors.ArgumentError(f"temperature is {number}; it must be between 2^-100 and 2^100")
-    return None if number == 1.0 else number
-
-
 def check_temperature(given: Tensor, target: Tensor) -> None:
     if given.dtype is not torch.float32:
         raise errors.DTypeError(f"temperature has dtype {given.dtype}; a tensor of temperatures must be float32")
@@ -297,9 +152,6 @@ def check_token_weight(given: Tensor | None, reduction: Any, target: Tensor) -> 
         raise errors.ArgumentError(
             "token_weight requires a gradient; it has none here: multiply the losses of reduction='none' by it instead, or detach it"
         )
-
-
-MOST_TEACHER_TOP_K = 256
 
 
 def check_teacher(ids: Tensor, probs: Tensor, hidden: Tensor, target: Tensor | None, *, over_ranks: bool) -> int:

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flce import _engine, _kernels, _parallel, _zero3, errors
-from flce._frame import PLAIN_TYPES, ROW_ALIGNMENT, Inputs, is_hidden_major, outputs_of
+from flce import _engine, _kernels, _zero3, errors
+from flce._frame import PLAIN_TYPES, ROW_ALIGNMENT, Inputs, is_hidden_major
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TARGET_DTYPES = (torch.int64, torch.int32)
@@ -26,37 +26,36 @@ _CHANGED = " (in backward: something changed it since forward, such as an assign
 def check_inputs(given: Inputs, when: str = "") -> None:
     """Raises ShapeError, DTypeError, PlacementError or ArgumentError, with `when` at the end, where a kernel would read what is not
     there."""
-    hidden, weight, target, bias, class_weight, num_valid, temperature, token_weight, teacher_ids, teacher_probs = given.tensors()
-    assert hidden is not None and weight is not None and target is not None
-    for name, parameter in (("weight", weight), ("bias", bias)):
-        _zero3.refuse_ungathered(name, parameter, when)
+    hidden, weight, options = given.hidden, given.weight, given.options
+    for name in ("weight", "bias"):
+        _zero3.refuse_ungathered(name, getattr(given, name), when)
     if hidden.dim() != 2:
         raise errors.ShapeError(f"hidden has shape {list(hidden.shape)}; it must be [num_tokens, hidden_size]{when}")
     num_tokens, hidden_size = hidden.shape
     if weight.dim() != 2 or weight.shape[1] != hidden_size:
         raise errors.ShapeError(f"weight has shape {list(weight.shape)}; it must be [vocab_size, {hidden_size}]{when}")
     classes = [weight.shape[0]]
-    if given.parallel:
-        num_tokens = num_tokens * _parallel.sequence_ranks(given.parallel)
+    if options.parallel is not None:
+        num_tokens = num_tokens * options.parallel.sequence_ranks
     _check_tensor("hidden", hidden, [hidden.shape[0], hidden_size], DTYPES, hidden.device, when)
     _check_tensor("weight", weight, [*classes, hidden_size], DTYPES, hidden.device, when)
-    _check_tensor("target", target, [num_tokens], TARGET_DTYPES, hidden.device, when)
-    if bias is not None:
-        _check_tensor("bias", bias, classes, DTYPES, hidden.device, when)
-    if class_weight is not None:
-        _check_tensor("class_weight", class_weight, classes, DTYPES, hidden.device, when)
-    for name, tensor in (("temperature", temperature), ("token_weight", token_weight)):
-        if tensor is not None:
+    _check_tensor("target", given.target, [num_tokens], TARGET_DTYPES, hidden.device, when)
+    for name in ("bias", "class_weight"):
+        if (tensor := getattr(given, name)) is not None:
+            _check_tensor(name, tensor, classes, DTYPES, hidden.device, when)
+    for name in ("temperature", "token_weight"):
+        if (tensor := getattr(given, name)) is not None:
             _check_tensor(name, tensor, [num_tokens], (torch.float32,), hidden.device, when)
-    teacher_top_k = outputs_of(given.options).teacher_top_k
-    for name, tensor, dtypes in (("teacher_ids", teacher_ids, TARGET_DTYPES), ("teacher_probs", teacher_probs, (torch.float32,))):
-        if (tensor is not None) != (teacher_top_k > 0):
+    top_k = options.outputs.teacher_top_k
+    for name, dtypes in (("teacher_ids", TARGET_DTYPES), ("teacher_probs", (torch.float32,))):
+        tensor = getattr(given, name)
+        if (tensor is not None) != (top_k > 0):
             is_there = "absent" if tensor is None else "given"
-            raise errors.ArgumentError(f"{name} is {is_there}, and the options say teacher_top_k={teacher_top_k}{when}")
+            raise errors.ArgumentError(f"{name} is {is_there}, and the options say teacher_top_k={top_k}{when}")
         if tensor is not None:
-            _check_tensor(name, tensor, [num_tokens, teacher_top_k], dtypes, hidden.device, when)
-    if num_valid is not None:
-        _check_tensor("num_valid_tokens", num_valid, [] if num_valid.dim() == 0 else [1], COUNT_DTYPES, hidden.device, when)
+            _check_tensor(name, tensor, [num_tokens, top_k], dtypes, hidden.device, when)
+    if (count := given.num_valid) is not None:
+        _check_tensor("num_valid_tokens", count, [] if count.dim() == 0 else [1], COUNT_DTYPES, hidden.device, when)
 
 
 def _check_tensor(name: str, tensor: Tensor, shape: list[int], dtypes: tuple[torch.dtype, ...], device: torch.device, when: str) -> None:
@@ -89,7 +88,7 @@ def kernel_for_backward(
         kernel = _kernels.find_for(given, grad_weight_out, backward=True)
     num_tokens = given.target.shape[0]
     _check_tensor("lse", saved, [kernel.outputs.saved_size(num_tokens)], (torch.float32,), hidden.device, _CHANGED)
-    size = math.prod(kernel.outputs.shape((num_tokens,), num_tokens, given.reduction))
+    size = math.prod(kernel.outputs.shape((num_tokens,), num_tokens, given.options.reduction))
     if grad_values.numel() != size or grad_values.dtype != torch.float32:
         form = f"{grad_values.numel()} elements of {grad_values.dtype}"
         raise errors.ShapeError(f"the upstream gradient has {form}; it must have {size} of torch.float32{_CHANGED}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from flce import _engine, _frame, _kernels, _op, _retain
-from flce._frame import Frame, Inputs
+from flce._frame import CallOptions, Frame, Inputs
 
 try:
     # One question in place of twenty: types, dispatch keys (device type, negation, inference), dtypes, device indices, sizes, strides,
@@ -56,10 +57,10 @@ class DirectCall:
         "kernel",
         "make_value",
         "num_tokens",
+        "options",
         "requires_grad",
         "reshapes",
-        "rest",
-        "retain",
+        "retains",
         "saved_shape",
         "target_dtype",
         "target_shape",
@@ -69,30 +70,28 @@ class DirectCall:
         "weight_stride",
     )
 
-    def __init__(
-        self, kernel: _kernels.LoadedKernel, hidden: Tensor, weight: Tensor, target: Tensor, rest: tuple[str, int, int, int, int, str]
-    ) -> None:
+    def __init__(self, kernel: _kernels.LoadedKernel, hidden: Tensor, weight: Tensor, target: Tensor, options: CallOptions) -> None:
         self.kernel = kernel
         self.guard: Callable[..., bool] = _TensorGuards(hidden, weight, target, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
         self.requires_grad = hidden.requires_grad or weight.requires_grad
         self.dtype, self.target_dtype = kernel.key.dtype, target.dtype
         self.weight_shape, self.weight_stride = weight.shape, weight.stride()
-        self.rest = rest  # the fields of Inputs that are no tensors
         self.num_tokens = target.numel()
         # The node's, as every other way of a call saves them: a checkpoint that goes one way and then another compares their shapes.
         self.reshapes = target.dim() != 1
         self.hidden_shape = torch.Size([self.num_tokens, hidden.shape[-1]])
         self.target_shape = self.saved_shape = torch.Size([self.num_tokens])
         # Where logits may be retained, host time is small beside the kernels': such calls go the general way from here.
-        retain = _retain.wanted(rest[4], weight=weight.requires_grad)
-        choices = _retain.Choices(kernel, self.num_tokens)
-        self.retain = retain if self.requires_grad and choices.may_retain(retain, rest[3]) else 0
+        retain = options.retain._replace(gradient=True, weight=weight.requires_grad)
+        may_retain = _retain.Choices(kernel, self.num_tokens).may_retain(retain, options.workspace_limit_bytes)
+        self.retains = self.requires_grad and may_retain
+        self.options = replace(options, retain=retain)
         self.asks_engine = self.num_tokens * weight.numel() >= _op.SMALL
         (value,) = kernel.outputs.values
         self.value_word, self.grad_word = Frame.WORD[value], Frame.WORD[_frame.GRADIENT_VIEWS[value]]
         # The value is make_value(value_form).
         self.make_value: Callable[..., Tensor] = kernel.new_floats
-        self.value_form: Any = kernel.outputs.shape(target.shape, self.num_tokens, rest[2])
+        self.value_form: Any = kernel.outputs.shape(target.shape, self.num_tokens, options.reduction)
         if not self.value_form:
             self.make_value, self.value_form = _empty_like, kernel.float_like
         # Frames that no call is using, as `_new_frame` makes them; backward's by whether hidden's gradient is wanted, twice whether
@@ -101,12 +100,12 @@ class DirectCall:
         self.backward_frames: tuple[list[tuple[memoryview, int, int, Frame]], ...] = ([], [], [], [])
 
     @staticmethod
-    def fits(kernel: _kernels.LoadedKernel, hidden: Tensor, weight: Tensor, target: Tensor, retain: int) -> bool:
+    def fits(kernel: _kernels.LoadedKernel, hidden: Tensor, weight: Tensor, target: Tensor, retain: _retain.Retain) -> bool:
         """Whether there can be a direct call for tensors like these, which have passed all checks and found that kernel."""
         key, (values, top1, _, teacher_top_k, _) = kernel.key, kernel.outputs
         return (
             _TensorGuards is not None
-            and not _retain.has_budget(retain)  # a budget counts every call
+            and not retain.budget  # a budget counts every call
             and values in _DIRECT_VALUES
             and not (top1 or teacher_top_k)
             and not (key.temperature or key.token_weight or key.whole_vocab_size)
@@ -167,13 +166,13 @@ class DirectCall:
         return self.forward(hidden, weight, target)[0]
 
     def inputs(self, hidden: Tensor, weight: Tensor, target: Tensor) -> Inputs:
-        return Inputs(hidden, weight, target, None, None, None, *self.rest[:5])
+        return Inputs(hidden, weight, target, self.options)
 
     def _new_frame(self, *, backward: bool, wanted: int = 0) -> tuple[memoryview, int, int, Frame]:
         """(words of its views, address of its argument struct, workspace bytes, the frame)."""
         frame = Frame(self.kernel)
         frame.resize(self.num_tokens)
-        frame.set_rule(self.rest[1], self.rest[2])
+        frame.set_rule(self.options.ignore_index, self.options.reduction)
         frame.set_target_dtype(self.target_dtype)
         if not backward:
             return frame.words, frame.forward_address, frame.forward_bytes, frame
@@ -201,7 +200,7 @@ class DirectCall:
     def forward_retaining(self, hidden: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor, None]:
         """Runs forward the general way, for an output whose gradients will be asked for."""
         values = self.make_value(self.value_form)
-        return values, self.kernel.forward(self.inputs(hidden, weight, target)._replace(retain=self.retain), values), None
+        return values, self.kernel.forward(self.inputs(hidden, weight, target), values), None
 
     def backward(
         self, addresses: Addresses, grad_values: Tensor, hidden: Tensor, weight: Tensor, wanted: int
@@ -235,7 +234,7 @@ class LinearCrossEntropyDirect(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, target: Tensor, call: DirectCall) -> Tensor:
-        values, saved, addresses = call.forward_retaining(hidden, weight, target) if call.retain else call.forward(hidden, weight, target)
+        values, saved, addresses = call.forward_retaining(hidden, weight, target) if call.retains else call.forward(hidden, weight, target)
         ctx.call = call, addresses, addresses is None and _retain.has_filled(saved)
         ctx.save_for_backward(saved, hidden, weight, target)
         return values

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from flce import _native, _retain
+from flce import _native, _retain, errors
 
 if TYPE_CHECKING:
     from flce._kernels import LoadedKernel
@@ -90,41 +93,107 @@ def split_values(values: Tensor, num_tokens: int, names: Sequence[str]) -> dict[
     return {"loss": values[:first], **parts} if "loss" in names else parts
 
 
+class Parallel(NamedTuple):
+    """How a weight's rows lie over a process group."""
+
+    ranks: int
+    sequence: bool  # hidden is this rank's part of the tokens
+    vocab_start: int  # label of the first row of this rank's weight; -1: the rows of lower ranks added up
+    vocab_size: int  # classes of all ranks; -1: all of their rows
+    all_rows: int  # rows of all ranks' weights, as a DTensor says it; -1: not known
+    reduce_dtype: torch.dtype | None  # dtype in which grad_hidden is made and added up; None: hidden's
+    reduce_grad_hidden: bool  # grad_hidden is added up; else this rank's part
+    group: str  # name
+
+    @property
+    def sequence_ranks(self) -> int:
+        """The factor by which target has more rows than hidden."""
+        return self.ranks if self.sequence else 1
+
+    def text(self) -> str:
+        """The text by which operators know it."""
+        sums = f"{DTYPE_NAMES[self.reduce_dtype] if self.reduce_dtype else '-'} {int(self.reduce_grad_hidden)}"
+        return f"{self.ranks} {int(self.sequence)} {self.vocab_start} {self.vocab_size} {self.all_rows} {sums} {self.group}"
+
+    @staticmethod
+    def of_text(text: str) -> Parallel | None:
+        if not text:
+            return None
+        ranks, sequence, vocab_start, vocab_size, all_rows, reduce_dtype, reduces, group = text.split(" ", 7)
+        wide = next((dtype for dtype, name in DTYPE_NAMES.items() if name == reduce_dtype), None)
+        return Parallel(int(ranks), sequence == "1", int(vocab_start), int(vocab_size), int(all_rows), wide, reduces == "1", group)
+
+    def resolved(self) -> Any:
+        """The process group. Raises PlacementError where there is none any more."""
+        try:
+            return dist.distributed_c10d._resolve_process_group(self.group)  # type: ignore[attr-defined,arg-type]
+        except RuntimeError as error:
+            raise errors.PlacementError(f"process_group {self.group!r} is gone, or this process is not in it: {error}") from None
+
+
+@dataclass(frozen=True)
+class CallOptions:
+    """A call's arguments that are no tensors, checked. Its hash is made once."""
+
+    spec: str  # the part of a Spec's canonical text beside sizes and dtypes: "softcap=30,outputs=loss+lse"
+    outputs: Outputs  # outputs of a whole layer's kernel
+    ignore_index: int
+    reduction: int
+    workspace_limit_bytes: int  # bytes for everything beyond inputs and gradients; 0: the default
+    retain: _retain.Retain
+    parallel: Parallel | None = None  # None: weight is whole
+    # The rest is for the caller of a function; operators do not know it.
+    asked: tuple[str, ...] = ()  # outputs that the caller gets
+    teacher_logprobs: bool = False  # whether the caller gets them, behind the others
+    temperature: float | None = None  # one for all tokens
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(tuple(vars(self).values()))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+
 class Inputs(NamedTuple):
-    """Inputs that forward and backward of one call share: the operators' arguments, in their order."""
+    """Inputs that forward and backward of one call share."""
 
     hidden: Tensor  # [N, D]
     weight: Tensor  # [V, D] of hidden's dtype or fp32
     target: Tensor  # [N] int64 or int32
-    bias: Tensor | None  # [V]
-    class_weight: Tensor | None  # [V]
-    num_valid: Tensor | None  # one element
-    options: str  # the part of a Spec's canonical text beside sizes and dtypes: "softcap=30,outputs=loss+lse"
-    ignore_index: int
-    reduction: int
-    workspace_limit_bytes: int  # bytes for everything beyond inputs and gradients; 0: the default
-    retain: int = _retain.NEVER  # room for forward to leave work to backward, and whether backward will come: see _retain
+    options: CallOptions
+    bias: Tensor | None = None  # [V]
+    class_weight: Tensor | None = None  # [V]
+    num_valid: Tensor | None = None  # one element
     temperature: Tensor | None = None  # [N] fp32
     token_weight: Tensor | None = None  # [N] fp32
-    teacher_ids: Tensor | None = None  # [N, K] int64 or int32, where options has teacher_top_k=K, as the next one
+    teacher_ids: Tensor | None = None  # [N, K] int64 or int32, as many as the options say, as the next one
     teacher_probs: Tensor | None = None  # [N, K] fp32
-    parallel: str = ""  # the text of a _parallel.Parallel: weight is this rank's shard; "": it is whole
+    group: Any = None  # the process group of options.parallel, once a pass has begun (`with_group`)
 
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        return *self[:6], *self[11:15]
-
-    def rest(self) -> tuple[Any, ...]:
-        """The fields that are no tensors."""
-        return *self[6:11], self.parallel
+    def tensors(self) -> dict[str, Tensor | None]:
+        return {name: getattr(self, name) for name in TENSORS}
 
     @staticmethod
-    def of(tensors: Sequence[Any], rest: Sequence[Any]) -> Inputs:
-        """Puts together an Inputs from `tensors` and `rest`."""
-        return Inputs(*tensors[:6], *rest[:5], *tensors[6:10], rest[5])  # type: ignore[call-arg]  # mypy counts lists without an end
+    def of(tensors: Sequence[Tensor | None], options: CallOptions) -> Inputs:
+        return Inputs(**dict(zip(TENSORS, tensors, strict=True)), options=options)  # type: ignore[arg-type]
+
+    def with_group(self) -> Inputs:
+        """For one pass: the group may be gone at the next."""
+        parallel = self.options.parallel
+        return self if parallel is None else self._replace(group=parallel.resolved())
+
+    def retaining(self, retain: _retain.Retain) -> Inputs:
+        return self._replace(options=replace(self.options, retain=retain))
 
     def outputs(self) -> Outputs:
         """Outputs that this call's forward writes."""
-        return outputs_of(self.options, shard_class_weight=bool(self.parallel) and self.class_weight is not None)
+        if self.options.parallel is None or self.class_weight is None:
+            return self.options.outputs
+        return outputs_of(self.options.spec, shard_class_weight=True)
+
+
+TENSORS = tuple(name for name in Inputs._fields if name not in ("options", "group"))
 
 
 class KernelKey(NamedTuple):
@@ -340,8 +409,10 @@ class Frame:
     def inputs(self, args: Any, given: Inputs) -> tuple[Tensor | None, ...]:
         """Fills in the inputs of forward and of backward, contiguous and in the kernel's dtypes. The returned tensors have to outlive the
         call."""
-        hidden, weight, target, bias, class_weight, num_valid, _, ignore_index, reduction, *_ = given
-        temperature, token_weight, teacher_ids, teacher_probs = given[11:15]
+        hidden, weight, target, bias, class_weight = given.hidden, given.weight, given.target, given.bias, given.class_weight
+        num_valid, temperature, token_weight = given.num_valid, given.temperature, given.token_weight
+        teacher_ids, teacher_probs = given.teacher_ids, given.teacher_probs
+        rule = given.options.ignore_index, given.options.reduction
         num_tokens = hidden.shape[0]
         if num_tokens != self.num_tokens:
             self.resize(num_tokens)
@@ -384,8 +455,8 @@ class Frame:
             self.num_valid.data = num_valid.data_ptr()
             self.num_valid.dtype = DTYPE_CODES[num_valid.dtype]
             args.num_valid = self.address["num_valid"]
-        if (ignore_index, reduction) != self.rule:
-            self.set_rule(ignore_index, reduction)
+        if rule != self.rule:
+            self.set_rule(*rule)
         return hidden, weight, target, bias, class_weight, temperature, token_weight, teacher_ids, teacher_probs
 
 

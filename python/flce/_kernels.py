@@ -179,7 +179,7 @@ class LoadedKernel(Kernel):
     def new_values(self, given: Inputs, token_shape: torch.Size) -> Tensor:
         """Memory for what forward writes in fp32: a lone value as itself, the loss as token_shape or []; else one flat tensor, see
         `split_values`."""
-        shape = self.outputs.shape(token_shape, given.target.shape[0], given.reduction)
+        shape = self.outputs.shape(token_shape, given.target.shape[0], given.options.reduction)
         return self.new_floats(shape) if shape else torch.empty_like(self.float_like)
 
     def new_top1(self, token_shape: torch.Size) -> Tensor | None:
@@ -208,7 +208,8 @@ class LoadedKernel(Kernel):
     def prepare_retained(self, frame: Frame, given: Inputs) -> _retain.Retained | None:
         """Prepares the memory that forward leaves to backward, and points the frame's struct to it."""
         retained = memory = None
-        if self.retains and given.retain:
+        retain = given.options.retain
+        if self.retains and (retain.gradient or retain.budget):
             if frame.choices is None:
                 frame.choices = _retain.Choices(self, frame.num_tokens)
             retained, memory = _retain.prepare(self, given, frame.choices)
@@ -235,7 +236,7 @@ class LoadedKernel(Kernel):
 
     def saved_anew(self, given: Inputs, saved: Tensor) -> Tensor:
         """`saved` as a forward that retains nothing makes it: with it, backward has the bits of a call that retained nothing."""
-        return self.forward(given._replace(retain=_retain.NEVER), self.new_values(given, given.target.shape))
+        return self.forward(given.retaining(_retain.Retain()), self.new_values(given, given.target.shape))
 
     def backward(
         self,
@@ -315,7 +316,7 @@ class LoadedKernel(Kernel):
 _lock = _locks.new_lock()
 _sessions: dict[tuple[torch.device, bool | None], ctypes.c_void_p] = {}  # by device, and strict
 _kernels: dict[tuple[Any, ...], LoadedKernel] = {}  # by key without a limit, plan, and other arguments
-_found: dict[tuple[Any, ...], LoadedKernel] = {}  # by the fields of a KernelKey, plan, and other arguments
+_found: dict[tuple[KernelKey, tuple[Any, ...]], LoadedKernel] = {}  # by key, and other arguments
 _strict: bool | None = None  # for lookups that do not say; None: FLCE_STRICT decides
 _MOST_FOUND = 4096  # limits with numbers of tokens
 _alive: dict[tuple[torch.device, int, int], _retain.Alive] = {}
@@ -349,43 +350,48 @@ def checked_strict(strict: Any) -> bool | None:
     return strict
 
 
+find_shard: Callable[..., LoadedKernel] | None = None  # find_for of a weight that lies over ranks; set by what knows of ranks
+
+
 def find_for(given: Inputs, grad_weight_out: Tensor | None = None, *, backward: bool = False) -> LoadedKernel:
     """The kernel that computes such a call, or its backward."""
-    if given.parallel:
-        from flce import _shards  # imported late: _shards builds on this module
+    if given.options.parallel is not None:
+        assert find_shard is not None
+        return find_shard(given, grad_weight_out, backward=backward)
+    return find(key_of(given, grad_weight_out, given.weight.shape[0]))
 
-        return _shards.find_for(given, grad_weight_out, backward=backward)
-    hidden, weight = given.hidden, given.weight
-    limit = given.workspace_limit_bytes
-    return find(
-        hidden.device,
-        hidden.shape[1],
-        weight.shape[0],
-        hidden.dtype,
-        is_hidden_major(weight),
-        weight.dtype,
-        weight.dtype if grad_weight_out is None else grad_weight_out.dtype,
-        grad_weight_out is not None,
-        given.bias is not None,
-        given.class_weight is not None,
-        given.temperature is not None,
-        given.token_weight is not None,
-        given.options,
-        limit,
-        planned_tokens(hidden.shape[0], limit),
+
+def key_of(given: Inputs, grad_weight_out: Tensor | None, vocab_size: int) -> KernelKey:
+    """The key of the kernel of such a call, for a weight of that many rows."""
+    hidden, weight, limit = given.hidden, given.weight, given.options.workspace_limit_bytes
+    return KernelKey(
+        device=hidden.device,
+        hidden_size=hidden.shape[1],
+        vocab_size=vocab_size,
+        dtype=hidden.dtype,
+        hidden_major=is_hidden_major(weight),
+        weight_dtype=weight.dtype,
+        grad_weight_dtype=weight.dtype if grad_weight_out is None else grad_weight_out.dtype,
+        accumulate=grad_weight_out is not None,
+        bias=given.bias is not None,
+        class_weight=given.class_weight is not None,
+        temperature=given.temperature is not None,
+        token_weight=given.token_weight is not None,
+        options=given.options.spec,
+        workspace_limit_bytes=limit,
+        num_tokens=planned_tokens(given.target.shape[0], limit),
     )
 
 
 def find(
-    *fields: Any, strict: bool | None = None, make: Callable[..., LoadedKernel] = LoadedKernel, of: tuple[Any, ...] = ()
+    key: KernelKey, *, strict: bool | None = None, make: Callable[..., LoadedKernel] = LoadedKernel, of: tuple[Any, ...] = ()
 ) -> LoadedKernel:
-    """The kernel for a KernelKey of these fields: from memory, the caches, or compiled (unless `strict`; None: as `set_strict` says).
-    `make`: what makes it, of its key, handle and `of`."""
-    asked = (*fields, *of) if of else fields  # a named tuple would hash as a plain one, which is made faster
+    """The kernel of that key: from memory, the caches, or compiled (unless `strict`; None: as `set_strict` says). `make`: what makes it, of
+    its key, handle and `of`."""
+    asked = (key, of)
     kernel = _found.get(asked)
     if kernel is not None:
         return kernel
-    key = KernelKey(*fields)
     if key.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise errors.UnavailableError(
             f"the kernel for {key.spec()} with {key.num_tokens} tokens is not loaded yet, and a CUDA graph is being captured: "

@@ -19,7 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flce import _locks, errors
-from flce._parallel import Parallel, group_named, told_by_hosts
+from flce._frame import Parallel
+from flce._parallel import told_by_hosts
 
 _MOST = 1 << 62  # numbers that hosts tell each other have 64 bits
 
@@ -60,13 +61,18 @@ _known: weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], _Agreed]] = weakref
 
 
 def shard_of(
-    parallel: Parallel, weight: Tensor, tokens: dict[str, Tensor | None], layer: tuple[tuple[str, Any], ...], *, backward: bool = False
+    group: Any,
+    parallel: Parallel,
+    weight: Tensor,
+    tokens: dict[str, Tensor | None],
+    layer: tuple[tuple[str, Any], ...],
+    *,
+    backward: bool = False,
 ) -> Shard:
     """This rank's shard. All ranks call at the same time. For a new layer they wait for the device: `layer` and `tokens`, what is said of
     each token, have to be the same on all of them. A `backward` asks the others only where its forward may have been one of several
     layers'. Raises PlacementError or ShapeError on every rank where the ranks do not fit together; UnavailableError, on every rank, for a
     new layer in a capture."""
-    group = group_named(parallel.group)
     layer = (("vocab_size", None if parallel.vocab_size < 0 else parallel.vocab_size), ("hidden's device", weight.device.type), *layer)
     with _lock:
         agreed_on = _known.setdefault(group, {})

@@ -1,12 +1,14 @@
 """The operators flce::linear_cross_entropy and flce::linear_cross_entropy_backward, and the autograd node that both eager code and
 compilers record.
 
-Operators take the fields of `_frame.Inputs`; `_call` brings arguments into that form. No copy is made where hidden is contiguous and
-weight or its transpose is.
+Operators take plain types: the tensors of `_frame.Inputs`, and its options as numbers and texts. No copy is made where hidden is contiguous
+and weight or its transpose is.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -15,7 +17,7 @@ import torch
 from torch import Tensor
 
 from flce import _checks, _engine, _frame, _kernels, _retain, errors
-from flce._frame import Inputs
+from flce._frame import CallOptions, Inputs, Parallel
 
 NO_GRADIENTS = (None, None, None)
 
@@ -35,6 +37,7 @@ def run_backward(
     All tensors are looked at again: a hook on saved tensors, or `.data`, may have put others in the place of forward's. `filled`: forward
     left something to backward, as far as the caller knows; `saved` tells too, unless a hook has put another tensor in its place.
     `entropy`: LoadedKernel.backward's."""
+    given = given.with_group()
     kernel = _checks.kernel_for_backward(kernel, given, saved, grad_values, grad_weight_out)
     hidden, weight, bias = given.hidden, given.weight, given.bias
     want_hidden, want_weight, want_bias = wanted
@@ -135,31 +138,31 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         grad_weight_out: Tensor | None,
         made: Made | None,
     ) -> Any:
-        ctx.call = kernel, grad_weight_out, given.rest()
+        ctx.call = kernel, grad_weight_out, given.options
         if kernel is None or made is None:
             with torch._C._AutoDispatchBelowAutograd():
-                values, saved, top1 = _forward_op(*given)
+                values, saved, top1 = _forward_op(*operands(given, FORWARD))
             ctx.mark_non_differentiable(saved, top1)
         else:
             saved = kernel.forward(given, *made)
         ctx.filled = _retain.has_filled(saved)
         ctx.has_entropy_gradient = True
-        ctx.save_for_backward(saved, *given.tensors())
+        ctx.save_for_backward(saved, *given.tensors().values())
         return (values, saved, top1) if made is None else made.values
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
         grad_values = grad_outputs[0]
         saved, *tensors = ctx.saved_tensors
-        kernel, grad_weight_out, rest = ctx.call
-        given = Inputs.of(tensors, rest)
+        kernel, grad_weight_out, options = ctx.call
+        given = Inputs.of(tensors, options)
         hidden, weight = given.hidden, given.weight
         # Ranks that share a vocabulary add up what all of them ask for, however few rows one has.
-        may_ask = kernel is None or grad_weight_out is not None or bool(given.parallel) or hidden.shape[0] * weight.numel() >= SMALL
+        may_ask = kernel is None or grad_weight_out is not None or options.parallel is not None or hidden.shape[0] * weight.numel() >= SMALL
         wanted = _engine.wanted_gradients(ctx) if may_ask else ctx.needs_input_grad[:3]
         gradients: Sequence[Tensor | None]
         if kernel is None:
-            made = _backward_op(grad_values, *given[:3], saved, *given[3:10], wanted, *given[11:])
+            made = _backward_op(*operands(given, BACKWARD, grad_values=grad_values, saved=saved, wanted=wanted))
             return *(value if want else None for value, want in zip(made, wanted, strict=True)), None, None, None, None
         into = grad_weight_out
         if into is not None and wanted[1] and _engine.is_asked_for_by_grad(ctx.next_functions[1][0]):
@@ -208,10 +211,8 @@ apply_directly: Callable[..., Tensor] = super(torch.autograd.Function, LinearCro
 # ── torch.library ───────────────────────────────────────
 
 _INPUTS = "Tensor hidden, Tensor weight, Tensor target"
-_REST = (  # the fields of Inputs behind the first three
-    "Tensor? bias, Tensor? class_weight, Tensor? num_valid, str options, int ignore_index, int reduction, int workspace_limit_bytes"
-)
-# More of Inputs. A schema's fields keep their places, since caches of compiled graphs do not look at schemas.
+_REST = "Tensor? bias, Tensor? class_weight, Tensor? num_valid, str options, int ignore_index, int reduction, int workspace_limit_bytes"
+# A schema's fields keep their places, since caches of compiled graphs do not look at schemas.
 _CHOICE = "int retain=0"
 _ROWS = "Tensor? temperature=None, Tensor? token_weight=None, Tensor? teacher_ids=None, Tensor? teacher_probs=None, str parallel=''"
 
@@ -245,12 +246,52 @@ def _in_this_module(name: str) -> Callable[..., Any]:
 _define()
 _forward_op: Callable[..., tuple[Tensor, Tensor, Tensor]] = torch.ops.flce.linear_cross_entropy.default
 _backward_op: Callable[..., tuple[Tensor, Tensor, Tensor]] = torch.ops.flce.linear_cross_entropy_backward.default
+FORWARD, BACKWARD = ([each.name for each in op._schema.arguments] for op in (_forward_op, _backward_op))  # type: ignore[attr-defined]
+
+
+def operands(given: Inputs, names: Sequence[str], **more: Any) -> list[Any]:
+    """The arguments of the operator that has them by these names; `more`: those that are not in `given`."""
+    options, parallel = given.options, given.options.parallel
+    more |= given.tensors() | {
+        "options": options.spec,
+        "ignore_index": options.ignore_index,
+        "reduction": options.reduction,
+        "workspace_limit_bytes": options.workspace_limit_bytes,
+        "retain": options.retain.bits(),
+        "parallel": "" if parallel is None else parallel.text(),
+    }
+    return [more[name] for name in names]
+
+
+@functools.lru_cache(maxsize=1024)
+def _options_of(
+    options: str, ignore_index: int, reduction: int, workspace_limit_bytes: int, retain: int = 0, parallel: str = ""
+) -> CallOptions:
+    return CallOptions(
+        spec=options,
+        outputs=_frame.outputs_of(options),
+        ignore_index=ignore_index,
+        reduction=reduction,
+        workspace_limit_bytes=workspace_limit_bytes,
+        retain=_retain.Retain.of_bits(retain),
+        parallel=Parallel.of_text(parallel),
+    )
+
+
+_OF_OPTIONS = tuple(inspect.signature(_options_of).parameters)
+
+
+def _given(names: Sequence[str], args: Sequence[Any]) -> tuple[Inputs, dict[str, Any]]:
+    """An operator's arguments as Inputs, and by name. The dispatcher leaves out those at their defaults."""
+    named = dict(zip(names, args, strict=False))
+    options = _options_of(**{name: named[name] for name in _OF_OPTIONS if name in named})
+    return Inputs(**{name: named.get(name) for name in _frame.TENSORS}, options=options), named  # type: ignore[arg-type]
 
 
 def _forward_kernel(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    given = Inputs(*args)
-    if given.retain and _retain.under_cudagraph_trees(given.hidden):
-        given = given._replace(retain=_retain.NEVER)
+    given = _given(FORWARD, args)[0].with_group()
+    if given.options.retain != _retain.Retain() and _retain.under_cudagraph_trees(given.hidden):
+        given = given.retaining(_retain.Retain())
     _checks.check_inputs(given)
     kernel = _kernels.find_for(given)
     values, top1 = kernel.new_values(given, given.target.shape), kernel.new_top1(given.target.shape)
@@ -258,14 +299,9 @@ def _forward_kernel(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     return values, saved, given.hidden.new_empty(0, dtype=torch.int64) if top1 is None else top1
 
 
-def _backward_arguments(hidden: Tensor, weight: Tensor, target: Tensor, saved: Tensor, *rest: Any) -> tuple[Inputs, Tensor, Sequence[bool]]:
-    *others, wanted = rest[:8]
-    rows = dict(zip(Inputs._fields[11:], rest[8:], strict=False))  # the dispatcher leaves out what is at its default
-    return Inputs(hidden, weight, target, *others, **rows), saved, wanted
-
-
-def _backward_kernel(grad_values: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    given, saved, wanted = _backward_arguments(*args)
+def _backward_kernel(*args: Any) -> tuple[Tensor, ...]:
+    given, named = _given(BACKWARD, args)
+    grad_values, saved, wanted = named["grad_values"], named["saved"], named["wanted"]
     gradients = run_backward(None, given, saved, grad_values, wanted)
     if wanted[1] and (retained := _retain.of(saved)) is not None:
         retained.close()  # a compiler may use the memory of `saved` for something else, and that tensor as long as it likes
@@ -273,17 +309,18 @@ def _backward_kernel(grad_values: Tensor, *args: Any) -> tuple[Tensor, ...]:
 
 
 def _forward_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    given = Inputs(*args)
+    given, _ = _given(FORWARD, args)
     hidden = given.hidden
     num_tokens = given.target.shape[0]
     outputs = given.outputs()
-    values = hidden.new_empty(outputs.shape((num_tokens,), num_tokens, given.reduction), dtype=torch.float32)
+    values = hidden.new_empty(outputs.shape((num_tokens,), num_tokens, given.options.reduction), dtype=torch.float32)
     saved = hidden.new_empty(outputs.saved_size(num_tokens), dtype=torch.float32)
     return values, saved, hidden.new_empty(num_tokens if outputs.top1 else 0, dtype=torch.int64)
 
 
-def _backward_fake(grad_values: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    given, _, wanted = _backward_arguments(*args)
+def _backward_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    given, named = _given(BACKWARD, args)
+    grad_values, wanted = named["grad_values"], named["wanted"]
     weight, bias = given.weight, given.bias
     grad_hidden = given.hidden.new_empty(given.hidden.shape) if wanted[0] else grad_values.new_empty(0)
     grad_weight = grad_values.new_empty(0)
@@ -294,22 +331,22 @@ def _backward_fake(grad_values: Tensor, *args: Any) -> tuple[Tensor, Tensor, Ten
 
 
 def _forward_autograd(*args: Any) -> Any:
-    given = Inputs(*args)
+    given, _ = _given(FORWARD, args)
     asked = given.hidden.requires_grad or given.weight.requires_grad or (given.bias is not None and given.bias.requires_grad)
     # Whether an entropy will have a gradient nobody can tell here, and exponentials would be no use to it.
-    exponentials = given.hidden.device.type == "cuda" and "entropy" in _frame.outputs_of(given.options).values
+    exponentials = given.hidden.device.type == "cuda" and "entropy" in given.options.outputs.values
     if asked and torch.is_grad_enabled() and not exponentials:
-        given = given._replace(retain=_retain.wanted(given.retain, weight=given.weight.requires_grad))
+        given = given.retaining(given.options.retain._replace(gradient=True, weight=given.weight.requires_grad))
     return LinearCrossEntropyFunction.apply(given.hidden, given.weight, given.bias, given, None, None, None)
 
 
-def _backward_autograd(grad_values: Tensor, *args: Any) -> Any:
+def _backward_autograd(*args: Any) -> Any:
     with torch._C._AutoDispatchBelowAutograd():
-        gradients = _backward_op(grad_values, *args)
+        gradients = _backward_op(*args)
     if not torch.is_grad_enabled():
         return gradients
-    given, _, _ = _backward_arguments(*args)
-    return tuple(refuse_second_derivative(gradients, (grad_values, given.hidden, given.weight, given.bias)))
+    given, named = _given(BACKWARD, args)
+    return tuple(refuse_second_derivative(gradients, (named["grad_values"], given.hidden, given.weight, given.bias)))
 
 
 def _refuse_transform(*args: Any, **kwargs: Any) -> Any:

@@ -1,19 +1,17 @@
-"""The vocabulary over the ranks of a process group: what a caller says of it, and the collectives of a call.
-
-A call's `Parallel` travels as text through operators and compiled graphs; groups are found again by their names.
-"""
+"""The vocabulary over the ranks of a process group: what a caller says of it, and the collectives of a call."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from flce import errors
+from flce._frame import DTYPE_NAMES, Parallel
 
 if dist.is_available():
     from torch.distributed import ProcessGroup
@@ -27,51 +25,23 @@ else:  # nothing is one
         """Ranks in several dimensions."""
 
 
-_REDUCE_DTYPES = {None: "", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 # torch 2.13 has other names for these two, and warns of the old ones. A torch without distributed has neither.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or getattr(dist, "reduce_scatter_tensor", None)
-_BY_NAME = {name: dtype for dtype, name in _REDUCE_DTYPES.items()}
-
-
-class Parallel(NamedTuple):
-    """How a weight's rows lie over a group."""
-
-    ranks: int
-    sequence: bool  # hidden is this rank's part of the tokens
-    vocab_start: int  # label of the first row of this rank's weight; -1: the rows of lower ranks added up
-    vocab_size: int  # classes of all ranks; -1: all of their rows
-    all_rows: int  # rows of all ranks' weights, as a DTensor says it; -1: not known
-    reduce_dtype: str  # dtype in which grad_hidden is added up; "": hidden's
-    reduce_grad_hidden: bool  # grad_hidden is added up; else this rank's part
-    group: str  # name
-
-    def text(self) -> str:
-        sums = f"{self.reduce_dtype or '-'} {int(self.reduce_grad_hidden)}"
-        return f"{self.ranks} {int(self.sequence)} {self.vocab_start} {self.vocab_size} {self.all_rows} {sums} {self.group}"
-
-
-def parallel_of(text: str) -> Parallel:
-    ranks, sequence, vocab_start, vocab_size, all_rows, reduce_dtype, reduce_grad_hidden, group = text.split(" ", 7)
-    sums = (reduce_dtype.strip("-"), reduce_grad_hidden == "1")
-    return Parallel(int(ranks), sequence == "1", int(vocab_start), int(vocab_size), int(all_rows), *sums, group)
-
-
-def sequence_ranks(text: str) -> int:
-    """The factor by which a call's target has more rows than its hidden: the number of ranks with sequence parallel, else 1."""
-    parallel = parallel_of(text)
-    return parallel.ranks if parallel.sequence else 1
-
-
-def reduce_dtype(parallel: Parallel, hidden: torch.dtype) -> torch.dtype:
-    """Dtype in which this rank's part of hidden's gradient is made and added up: hidden's or fp32."""
-    return _BY_NAME[parallel.reduce_dtype] or hidden
 
 
 def asked(
-    process_group: Any, sequence_parallel: Any, vocab_start: Any, vocab_size: Any, reduce_dtype: Any, reduce_grad_hidden: Any
+    process_group: Any = None,
+    sequence_parallel: Any = False,
+    vocab_start: Any = None,
+    vocab_size: Any = None,
+    reduce_dtype: Any = None,
+    reduce_grad_hidden: Any = True,
 ) -> Parallel | None:
     """The ranks that a caller's arguments describe; None where the weight is whole. Raises ArgumentError, DTypeError."""
+    unsaid = process_group is None and sequence_parallel is False and vocab_start is None and vocab_size is None and reduce_dtype is None
+    if unsaid and reduce_grad_hidden is True:
+        return None
     others = {"vocab_start": vocab_start, "vocab_size": vocab_size, "reduce_dtype": reduce_dtype}
     for name, flag in (("sequence_parallel", sequence_parallel), ("reduce_grad_hidden", reduce_grad_hidden)):
         if not isinstance(flag, bool):
@@ -87,7 +57,7 @@ def asked(
         value = others[name]
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
             raise errors.ArgumentError(f"{name} is {value!r}; it must be an integer of 0 or more, or None")
-    if reduce_dtype is not None and not (isinstance(reduce_dtype, torch.dtype) and reduce_dtype in _REDUCE_DTYPES):
+    if reduce_dtype is not None and not (isinstance(reduce_dtype, torch.dtype) and reduce_dtype in DTYPE_NAMES):
         raise errors.DTypeError(f"reduce_dtype is {reduce_dtype!r}; allowed are torch.bfloat16, torch.float16, torch.float32 and None")
     if not reduce_grad_hidden:
         for name, value in (("sequence_parallel", sequence_parallel or None), ("reduce_dtype", reduce_dtype)):
@@ -96,7 +66,7 @@ def asked(
                     f"{name} is {value!r} and reduce_grad_hidden is False; it says how the ranks' parts are added up"
                 )
     start, size = (-1 if value is None else value for value in (vocab_start, vocab_size))
-    return Parallel(group.size(), sequence_parallel, start, size, -1, _REDUCE_DTYPES[reduce_dtype], reduce_grad_hidden, group.group_name)
+    return Parallel(group.size(), sequence_parallel, start, size, -1, reduce_dtype, reduce_grad_hidden, group.group_name)
 
 
 def group_of(given: Any, name: str = "process_group") -> Any:
@@ -116,13 +86,6 @@ def group_of(given: Any, name: str = "process_group") -> Any:
             f"{name} is a {type(given).__name__}; it must be a torch.distributed ProcessGroup that this rank is in, or a DeviceMesh"
         )
     return given
-
-
-def group_named(name: str) -> Any:
-    try:
-        return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined,arg-type]
-    except RuntimeError as error:
-        raise errors.PlacementError(f"process_group {name!r} is gone, or this process is not in it: {error}") from None
 
 
 # ── Between hosts ───────────────────────────────────

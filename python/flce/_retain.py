@@ -24,13 +24,7 @@ if TYPE_CHECKING:
     from flce._kernels import LoadedKernel
     from flce.budget import MemoryBudget
 
-# Inputs.retain: the caller's choice whether the weight's gradient may lend its memory ...
-NEVER, AUTOMATIC, ALWAYS = 0, 1, 2
-_CHOICE = 3
-# ... where gradients will be asked for, of what ...
-_GRADIENT, _WEIGHT = 4, 8
-# ... and in the bits above, the number of a MemoryBudget, or 0.
-_BUDGET = 4
+NEVER, AUTOMATIC, ALWAYS = 0, 1, 2  # Retain.choice
 CHOICES = {None: AUTOMATIC, False: NEVER, True: ALWAYS}
 
 # Multiply-adds of a GEMM of the layer below which nothing is retained; 0: what the library finds worth it.
@@ -38,18 +32,26 @@ LEAST_WORK = 0
 _ATTRIBUTE = "_flce_retained"
 
 
-def wanted(choice: int, *, weight: bool) -> int:
-    """Inputs.retain of a forward whose gradients will be asked for, `weight`: the weight's too, as a tensor of autograd's."""
-    return (choice & ~(_GRADIENT | _WEIGHT)) | _GRADIENT | (_WEIGHT if weight else 0)
+class Retain(NamedTuple):
+    """Room for forward to leave work to backward, and whether backward will come."""
 
+    choice: int = NEVER  # the caller's, whether the weight's gradient may lend its memory
+    gradient: bool = False  # gradients will be asked for
+    weight: bool = False  # also the weight's, as a tensor of autograd's
+    budget: int = 0  # number of a MemoryBudget; 0: none
 
-def has_budget(retain: int) -> bool:
-    return retain >> _BUDGET != 0
+    @staticmethod
+    def within(choice: bool | None, memory: MemoryBudget) -> Retain:
+        """A call's within a budget, in which no gradient lends its memory unasked: it would be there too early."""
+        return Retain(ALWAYS if choice else NEVER, budget=memory.number)
 
+    def bits(self) -> int:
+        """The number that operators take."""
+        return self.choice | self.gradient << 2 | self.weight << 3 | self.budget << 4
 
-def within(choice: bool | None, memory: MemoryBudget) -> int:
-    """Inputs.retain of a call within a budget, in which no gradient lends its memory unasked: it would be there too early."""
-    return (ALWAYS if choice else NEVER) | memory.number << _BUDGET
+    @staticmethod
+    def of_bits(bits: int) -> Retain:
+        return Retain(bits & 3, bool(bits & 4), bool(bits & 8), bits >> 4)
 
 
 class Choice(NamedTuple):
@@ -92,14 +94,14 @@ class Choices:
             )
         return choice
 
-    def may_lend(self, retain: int) -> bool:
-        """Whether a forward with that Inputs.retain may ever lend; if so its loss is counted among those alive."""
-        return bool(retain & _WEIGHT and retain & _CHOICE != NEVER and self.under(0, lend=True).lent)
+    def may_lend(self, retain: Retain) -> bool:
+        """Whether a forward may ever lend; if so its loss is counted among those alive."""
+        return retain.weight and retain.choice != NEVER and self.under(0, lend=True).lent
 
-    def may_retain(self, retain: int, limit: int) -> bool:
-        """Whether a forward with that Inputs.retain may leave anything to backward."""
+    def may_retain(self, retain: Retain, limit: int) -> bool:
+        """Whether a forward may leave anything to backward."""
         own = limit or self._kernel.retains_unasked
-        return bool(retain & _GRADIENT and (self.may_lend(retain) or (own and self.under(limit, lend=False).size)))
+        return bool(retain.gradient and (self.may_lend(retain) or (own and self.under(limit, lend=False).size)))
 
 
 class Alive:
@@ -228,18 +230,18 @@ def _addresses(given: Inputs) -> tuple[int, int, int, int]:
 
 def prepare(kernel: LoadedKernel, given: Inputs, choices: Choices) -> tuple[Retained | None, Tensor | None]:
     """Prepares one forward: the object to attach to its statistics, and the memory that it is to fill, either None."""
-    limit = given.workspace_limit_bytes
-    shared = budget.of_number(given.retain >> _BUDGET, limit)
-    if shared is None and has_budget(given.retain):
+    limit, retain = given.options.workspace_limit_bytes, given.options.retain
+    shared = budget.of_number(retain.budget, limit)
+    if shared is None and retain.budget:
         return None, None  # nobody counts
-    if not choices.may_retain(given.retain, limit):
+    if not choices.may_retain(retain, limit):
         if shared is not None:
             with shared.room(choices.workspace_bytes):
                 pass
         return None, None
-    may_lend = choices.may_lend(given.retain)
+    may_lend = choices.may_lend(retain)
     retained = Retained(kernel, given, kernel.alive if may_lend else None, shared)
-    lend = may_lend and (given.retain & _CHOICE == ALWAYS or (kernel.alive.alone() and not _capturing(given.hidden)))
+    lend = may_lend and (retain.choice == ALWAYS or (kernel.alive.alone() and not _capturing(given.hidden)))
     if shared is not None and not (lend and choices.under(limit, lend=True).lent):
         return retained, _of_budget(retained, shared, kernel, choices)
     choice = choices.under(limit, lend=lend)

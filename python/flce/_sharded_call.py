@@ -3,68 +3,59 @@ goes the way of every other."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
-from flce import _call, _parallel, errors
-from flce._arguments import Options
+from flce import _call, _kernels, _shards, errors
 from flce._checks import is_dtensor
-from flce._parallel import Parallel
+from flce._frame import CallOptions, Parallel
 from flce._targets import check_tensors
+
+_kernels.find_shard = _shards.find_for
 
 
 def run(
-    parallel_arguments: tuple[Any, ...],
+    parallel: Parallel,
     hidden: Tensor,
     weight: Tensor,
     target: Tensor,
-    options: tuple[Any, ...],
-    temperature: Tensor | float | None,
+    options: CallOptions,
+    *,
     bias: Tensor | None = None,
     class_weight: Tensor | None = None,
     num_valid_tokens: Tensor | float | None = None,
-    token_weight: Tensor | None = None,
     grad_weight_out: Tensor | None = None,
-    teacher: tuple[Tensor, Tensor] | None = None,
+    **rows: Any,
 ) -> Any:
-    """Runs `_call.run` for a layer over ranks. `parallel_arguments`: the arguments of `_parallel.asked`."""
-    parallel = _asked(parallel_arguments)
+    """Runs `_call.run` for a layer over ranks. `rows`: what it takes of every token."""
     check_tensors(hidden=hidden, weight=weight, target=target)
     hidden, dimension = _local_hidden(hidden, target, parallel)
     if is_dtensor(weight):
         parallel = parallel._replace(all_rows=weight.shape[0])
-    weight = _local_shard("weight", weight, parallel)
-    bias, class_weight, grad_weight_out = (
-        None if tensor is None else _local_shard(name, tensor, parallel)
-        for name, tensor in (("bias", bias), ("class_weight", class_weight), ("grad_weight_out", grad_weight_out))
-    )
-    rows: list[Any] = [target, temperature, token_weight, *(teacher or ())]
-    names = ("target", "temperature", "token_weight", "teacher_ids", "teacher_probs")
-    rows = [_local_whole(name, tensor, parallel) for name, tensor in zip(names, rows, strict=False)]
+    classes: dict[str, Any] = {"bias": bias, "class_weight": class_weight, "grad_weight_out": grad_weight_out}
+    of_tokens = local_rows(parallel, target=target, **rows)
     if dimension:
         hidden = hidden.movedim(dimension, 0)
-        rows = [row.movedim(dimension, 0) if isinstance(row, Tensor) else row for row in rows]
-    target, temperature, token_weight, *taught = rows
-    chosen = Options(*options)._replace(parallel=parallel.text())
-    others = (bias, class_weight, num_valid_tokens, token_weight, grad_weight_out, tuple(taught) or None)
-    made = _call.run(hidden, weight, target, tuple(chosen), temperature, *others)
+        of_tokens = {name: row.movedim(dimension, 0) if isinstance(row, Tensor) else row for name, row in of_tokens.items()}
+    made: Any = _call.run(
+        hidden,
+        _local_shard("weight", weight, parallel),
+        options=replace(options, parallel=parallel),
+        num_valid_tokens=num_valid_tokens,
+        **{name: _local_shard(name, tensor, parallel) for name, tensor in classes.items() if tensor is not None},
+        **of_tokens,
+    )
     if not dimension:
         return made
     outputs = [output.movedim(0, dimension) if output.dim() else output for output in (made if isinstance(made, tuple) else (made,))]
     return tuple(outputs) if isinstance(made, tuple) else outputs[0]
 
 
-def _asked(parallel_arguments: tuple[Any, ...]) -> Parallel:
-    parallel = _parallel.asked(*parallel_arguments)
-    assert parallel is not None  # else `asked` has raised
-    return parallel
-
-
-def local_rows(parallel_arguments: tuple[Any, ...], given: dict[str, Any]) -> list[Any]:
+def local_rows(parallel: Parallel, **given: Any) -> dict[str, Any]:
     """Tensors that every rank has for all tokens, by name, as plain tensors."""
-    parallel = _asked(parallel_arguments)
-    return [_local_whole(name, tensor, parallel) for name, tensor in given.items()]
+    return {name: _local_whole(name, tensor, parallel) for name, tensor in given.items()}
 
 
 def _local_hidden(hidden: Tensor, target: Tensor, parallel: Parallel) -> tuple[Tensor, int]:
@@ -112,7 +103,7 @@ def _sequence_dimension(hidden: Tensor, target: Tensor, parallel: Parallel) -> i
     return 0
 
 
-def _local_shard(name: str, tensor: Tensor, parallel: Parallel) -> Tensor:
+def _local_shard(name: str, tensor: Tensor, parallel: Parallel) -> Any:
     """This rank's rows of what lies over the ranks of the process group."""
     if not is_dtensor(tensor):
         return tensor
@@ -124,8 +115,7 @@ def _local_shard(name: str, tensor: Tensor, parallel: Parallel) -> Tensor:
             f"{name} is a DTensor with placements {list(placements)}; over the ranks of process_group it must be Shard(0), and Replicate "
             "over all others (unshard what FSDP has sharded: run inside the module's forward)"
         )
-    local: Tensor = tensor.to_local(grad_placements=placements)  # type: ignore[attr-defined]
-    return local
+    return tensor.to_local(grad_placements=placements)  # type: ignore[attr-defined]
 
 
 def _local_whole(name: str, tensor: Any, parallel: Parallel) -> Any:

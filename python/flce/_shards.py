@@ -12,13 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flce import _arguments, _kernels, _layouts, _native, _parallel, _retain, errors
-from flce._frame import VALUES, Frame, Inputs, KernelKey, is_hidden_major, planned_tokens
+from flce import _kernels, _layouts, _native, _options, _parallel, _retain, errors
+from flce._frame import DTYPE_NAMES, VALUES, Frame, Inputs, KernelKey, is_hidden_major
 from flce._layouts import Shard
-from flce._parallel import Parallel
 
 _OF_BOTH = ("temperature", "token_weight")
-_REDUCTION_NAMES = {code: name for name, code in _arguments.REDUCTIONS.items()}
 _OF_TOKENS = ("target", "temperature", "token_weight", "num_valid", "teacher_ids", "teacher_probs")
 _OF_MERGE = ("target", "all_partial_sums", "lse", "invalid_label")
 
@@ -54,7 +52,7 @@ class ShardFrame(Frame):
     def resize(self, num_tokens: int) -> None:
         super().resize(num_tokens)
         kernel: Any = self.kernel
-        for name, ranks in (("partial_sums", 1), ("all_partial_sums", kernel.parallel.ranks)):
+        for name, ranks in (("partial_sums", 1), ("all_partial_sums", kernel.ranks)):
             view = getattr(self, name)
             view.rows, view.columns, view.row_stride = ranks * kernel.fields, num_tokens, num_tokens
         self.merge_bytes = _native.workspace_bytes(kernel._handle, num_tokens, _native.MERGE)
@@ -77,13 +75,13 @@ class ShardFrame(Frame):
 
 
 class ShardKernel(_kernels.LoadedKernel):
-    """A kernel with the place of one rank's weight in the vocabulary."""
+    """A kernel with the place of one rank's weight in the vocabulary, among so many ranks."""
 
     frame_type: type[Frame] = ShardFrame
     retains_unasked = True
 
-    def __init__(self, key: KernelKey, handle: ctypes.c_void_p, shard: Shard, parallel: Parallel) -> None:
-        self.shard, self.parallel = shard, parallel
+    def __init__(self, key: KernelKey, handle: ctypes.c_void_p, shard: Shard, ranks: int) -> None:
+        self.shard, self.ranks = shard, ranks
         self.fields = _native.partial_sum_fields(handle)
         super().__init__(key, handle)
         self.weight_rows = shard.rows
@@ -102,16 +100,15 @@ class ShardKernel(_kernels.LoadedKernel):
         return _retain.Choice(place == _native.RETAINED_GRAD_WEIGHT, size)
 
     def forward(self, given: Inputs, values: Tensor, top1: Tensor | None = None, teacher_logprobs: Tensor | None = None) -> Tensor:
-        group = _parallel.group_named(self.parallel.group)
         frame: Any = self._take_frame()
-        kept = frame.inputs(frame.forward, self._gathered(group, given))  # noqa: F841  # alive until the calls are made
+        kept = frame.inputs(frame.forward, _gathered(given))  # noqa: F841  # alive until the calls are made
         frame.merge.num_valid = frame.forward.num_valid
         num_tokens = frame.num_tokens
         retained = self.prepare_retained(frame, given)  # known again by the hidden states that backward is given
         partial_sums = self.new_floats((self.fields, num_tokens))
         frame.partial_sums.data = partial_sums.data_ptr()
         self.run(self.forward_function, frame.forward_address, frame.forward_bytes)
-        everyone = _parallel.gathered(group, partial_sums, self.parallel.ranks)
+        everyone = _parallel.gathered(given.group, partial_sums, self.ranks)
         frame.all_partial_sums.data = everyone.data_ptr()
         saved = self.new_floats(self.outputs.saved_size(num_tokens))
         outputs = self.point_to_outputs(frame, saved, values, top1)
@@ -137,12 +134,13 @@ class ShardKernel(_kernels.LoadedKernel):
     ) -> None:
         """Runs backward of this rank's shard. grad_hidden is the sum over ranks, which all of them have to ask for, unless `parallel` says
         that it is this rank's part."""
-        group = _parallel.group_named(self.parallel.group)
-        reduces = grad_hidden is not None and self.parallel.reduce_grad_hidden
+        group, parallel = given.group, given.options.parallel
+        assert parallel is not None
+        reduces = grad_hidden is not None and parallel.reduce_grad_hidden
         gather = None
         late = False
-        if self.parallel.sequence:
-            hidden, gather = _parallel.start_gather(group, given.hidden, self.parallel.ranks)
+        if parallel.sequence:
+            hidden, gather = _parallel.start_gather(group, given.hidden, parallel.ranks)
             given = given._replace(hidden=hidden)
             late = reduces and not lent and self._reads_hidden_late(given, retained)
             if not late:
@@ -150,7 +148,7 @@ class ShardKernel(_kernels.LoadedKernel):
         part = None
         if grad_hidden is not None:
             wide = self.key.grad_hidden_dtype or self.key.dtype
-            alike = not self.parallel.sequence and wide is grad_hidden.dtype and grad_hidden.is_contiguous()
+            alike = not parallel.sequence and wide is grad_hidden.dtype and grad_hidden.is_contiguous()
             part = grad_hidden if alike else given.hidden.new_empty(given.hidden.shape, dtype=wide)
         frame: Any = self._take_frame()
         args = frame.backward
@@ -168,7 +166,7 @@ class ShardKernel(_kernels.LoadedKernel):
             self.run_in(workspace, size, self.backward_function, frame.backward_address)
             if gather is not None:
                 gather.wait()
-            mine, work = _parallel.start_sum(group, part, self.parallel)
+            mine, work = _parallel.start_sum(group, part, parallel)
             args.stage = _native.STAGE_REST
             self.run_in(workspace, size, self.backward_function, frame.backward_address)
             work.wait()
@@ -183,58 +181,42 @@ class ShardKernel(_kernels.LoadedKernel):
         num_tokens, size = given.target.shape[0], retained.nbytes
         return _native.reads_hidden_late(self._handle, num_tokens, _native.RETAINED_OWN, size, self.shard.classes)
 
-    def _gathered(self, group: Any, given: Inputs) -> Inputs:
-        """Gathers all ranks' hidden states of a call with sequence parallel."""
-        if not self.parallel.sequence:
-            return given
-        return given._replace(hidden=_parallel.gathered(group, given.hidden, self.parallel.ranks))
+
+def _gathered(given: Inputs) -> Inputs:
+    """Gathers all ranks' hidden states of a call with sequence parallel."""
+    parallel = given.options.parallel
+    if parallel is None or not parallel.sequence:
+        return given
+    return given._replace(hidden=_parallel.gathered(given.group, given.hidden, parallel.ranks))
 
 
 def find_for(given: Inputs, grad_weight_out: Tensor | None = None, *, backward: bool = False) -> ShardKernel:
     """The kernel of this rank's part of such a call. Once in each forward: ranks tell each other what they have."""
-    parallel = _parallel.parallel_of(given.parallel)
-    hidden, weight = given.hidden, given.weight
-    wide = _parallel.reduce_dtype(parallel, hidden.dtype)
+    parallel, hidden, weight = given.options.parallel, given.hidden, given.weight
+    assert parallel is not None
+    wide = parallel.reduce_dtype or hidden.dtype
     if wide not in (hidden.dtype, torch.float32):
         raise errors.DTypeError(f"reduce_dtype is {wide}; with hidden in {hidden.dtype} it must be that, torch.float32 or None")
     layer = (
         ("hidden_size", hidden.shape[1]),
         ("hidden's dtype", str(hidden.dtype)),
         ("weight's dtype", str(weight.dtype)),
-        ("the options", given.options),
-        ("ignore_index", given.ignore_index),
-        ("reduction", _REDUCTION_NAMES[given.reduction]),
+        ("the options", given.options.spec),
+        ("ignore_index", given.options.ignore_index),
+        ("reduction", _options.REDUCTION_NAMES[given.options.reduction]),
         ("sequence_parallel", parallel.sequence),
-        ("reduce_dtype", parallel.reduce_dtype or None),
+        ("reduce_dtype", parallel.reduce_dtype and DTYPE_NAMES[parallel.reduce_dtype]),
         ("reduce_grad_hidden", parallel.reduce_grad_hidden),
         *((f"whether {name} is given", getattr(given, name) is not None) for name in ("bias", "class_weight", *_OF_TOKENS)),
     )
     of_tokens = {name: getattr(given, name) for name in _OF_TOKENS}
-    shard = _layouts.shard_of(parallel, weight, of_tokens, layer, backward=backward)
-    hidden_major = is_hidden_major(weight)
+    shard = _layouts.shard_of(given.group, parallel, weight, of_tokens, layer, backward=backward)
     # A hidden-major weight's rows are as long as it has classes, so that ranks' kernels may differ.
-    most_classes = max(shard.classes, 1) if hidden_major else max(shard.most_classes, 1)
-    most_rows = max(shard.rows, 1) if hidden_major else max(shard.most_rows, 1)
-    limit = given.workspace_limit_bytes
-    key = KernelKey(
-        device=hidden.device,
-        hidden_size=hidden.shape[1],
-        vocab_size=most_classes,
-        dtype=hidden.dtype,
-        hidden_major=hidden_major,
-        weight_dtype=weight.dtype,
-        grad_weight_dtype=weight.dtype if grad_weight_out is None else grad_weight_out.dtype,
-        accumulate=grad_weight_out is not None,
-        bias=given.bias is not None,
-        class_weight=given.class_weight is not None,
-        temperature=given.temperature is not None,
-        token_weight=given.token_weight is not None,
-        options=given.options,
-        workspace_limit_bytes=limit,
-        num_tokens=planned_tokens(given.target.shape[0], limit),
+    alone = is_hidden_major(weight)
+    key = _kernels.key_of(given, grad_weight_out, max(shard.classes if alone else shard.most_classes, 1))._replace(
         whole_vocab_size=shard.vocab_size,
-        padded_vocab_size=most_rows,
+        padded_vocab_size=max(shard.rows if alone else shard.most_rows, 1),
         grad_hidden_dtype=wide,
     )
-    kernel: Any = _kernels.find(*key, of=(shard, parallel), make=ShardKernel)
+    kernel: Any = _kernels.find(key, of=(shard, parallel.ranks), make=ShardKernel)
     return kernel  # type: ignore[no-any-return]

@@ -1,9 +1,11 @@
 """Keyword arguments of the public functions, for type checkers alone: what is returned depends on the return_ flags.
 
 A function's arguments without its flags are one TypedDict; from it come one without any flag set (a tensor is returned), one for each flag
-that is True (a tuple), and one whose flags are not known (either). Nothing imports this module at run time. A test compares the names with
-the functions' own signatures, which say what the arguments mean.
+that is True (a tuple), and one whose flags are not known (either). Nothing imports this module at run time. A test compares it with the
+table of options and with the functions' own signatures.
 """
+
+# ruff: noqa: UP013  # a flag is a line, not a class
 
 from __future__ import annotations
 
@@ -11,7 +13,6 @@ from typing import Any, Literal, TypedDict
 
 import torch
 from torch import Tensor
-from typing_extensions import Required
 
 from flce.budget import MemoryBudget
 
@@ -62,185 +63,106 @@ class _HeadCall(TypedDict, total=False):
     grad_weight_out: Tensor | None
 
 
+# Flags: not known, not set, set.
+_Lse = TypedDict("_Lse", {"return_lse": bool}, total=False)
+_NoLse = TypedDict("_NoLse", {"return_lse": Literal[False]}, total=False)
+_WithLse = TypedDict("_WithLse", {"return_lse": Literal[True]})
+_Logprobs = TypedDict("_Logprobs", {"return_logprobs": bool}, total=False)
+_NoLogprobs = TypedDict("_NoLogprobs", {"return_logprobs": Literal[False]}, total=False)
+_WithLogprobs = TypedDict("_WithLogprobs", {"return_logprobs": Literal[True]})
+_Entropy = TypedDict("_Entropy", {"return_entropy": bool}, total=False)
+_NoEntropy = TypedDict("_NoEntropy", {"return_entropy": Literal[False]}, total=False)
+_WithEntropy = TypedDict("_WithEntropy", {"return_entropy": Literal[True]})
+_Top1 = TypedDict("_Top1", {"return_top1": bool}, total=False)
+_NoTop1 = TypedDict("_NoTop1", {"return_top1": Literal[False]}, total=False)
+_WithTop1 = TypedDict("_WithTop1", {"return_top1": Literal[True]})
+_LogSumSqProbs = TypedDict("_LogSumSqProbs", {"return_log_sum_sq_probs": bool}, total=False)
+_NoLogSumSqProbs = TypedDict("_NoLogSumSqProbs", {"return_log_sum_sq_probs": Literal[False]}, total=False)
+_WithLogSumSqProbs = TypedDict("_WithLogSumSqProbs", {"return_log_sum_sq_probs": Literal[True]})
+_TeacherLogprobs = TypedDict("_TeacherLogprobs", {"return_teacher_logprobs": bool}, total=False)
+_NoTeacherLogprobs = TypedDict("_NoTeacherLogprobs", {"return_teacher_logprobs": Literal[False]}, total=False)
+_WithTeacherLogprobs = TypedDict("_WithTeacherLogprobs", {"return_teacher_logprobs": Literal[True]})
+
+
 # linear_cross_entropy
 
 
-class CrossEntropyAlone(_CrossEntropy, total=False):
-    return_lse: Literal[False]
-    return_logprobs: Literal[False]
-    return_entropy: Literal[False]
-    return_top1: Literal[False]
-    return_log_sum_sq_probs: Literal[False]
+class CrossEntropyAlone(_CrossEntropy, _NoLse, _NoLogprobs, _NoEntropy, _NoTop1, _NoLogSumSqProbs): ...
 
 
-class CrossEntropyWithLse(_CrossEntropy, total=False):
-    return_lse: Required[Literal[True]]
-    return_logprobs: bool
-    return_entropy: bool
-    return_top1: bool
-    return_log_sum_sq_probs: bool
+class CrossEntropyWithLse(_CrossEntropy, _WithLse, _Logprobs, _Entropy, _Top1, _LogSumSqProbs): ...
 
 
-class CrossEntropyWithLogprobs(_CrossEntropy, total=False):
-    return_lse: bool
-    return_logprobs: Required[Literal[True]]
-    return_entropy: bool
-    return_top1: bool
-    return_log_sum_sq_probs: bool
+class CrossEntropyWithLogprobs(_CrossEntropy, _Lse, _WithLogprobs, _Entropy, _Top1, _LogSumSqProbs): ...
 
 
-class CrossEntropyWithEntropy(_CrossEntropy, total=False):
-    return_lse: bool
-    return_logprobs: bool
-    return_entropy: Required[Literal[True]]
-    return_top1: bool
-    return_log_sum_sq_probs: bool
+class CrossEntropyWithEntropy(_CrossEntropy, _Lse, _Logprobs, _WithEntropy, _Top1, _LogSumSqProbs): ...
 
 
-class CrossEntropyWithTop1(_CrossEntropy, total=False):
-    return_lse: bool
-    return_logprobs: bool
-    return_entropy: bool
-    return_top1: Required[Literal[True]]
-    return_log_sum_sq_probs: bool
+class CrossEntropyWithTop1(_CrossEntropy, _Lse, _Logprobs, _Entropy, _WithTop1, _LogSumSqProbs): ...
 
 
-class CrossEntropyWithLogSumSqProbs(_CrossEntropy, total=False):
-    return_lse: bool
-    return_logprobs: bool
-    return_entropy: bool
-    return_top1: bool
-    return_log_sum_sq_probs: Required[Literal[True]]
+class CrossEntropyWithLogSumSqProbs(_CrossEntropy, _Lse, _Logprobs, _Entropy, _Top1, _WithLogSumSqProbs): ...
 
 
-class CrossEntropyOrMore(_CrossEntropy, total=False):
-    return_lse: bool
-    return_logprobs: bool
-    return_entropy: bool
-    return_top1: bool
-    return_log_sum_sq_probs: bool
+class CrossEntropyOrMore(_CrossEntropy, _Lse, _Logprobs, _Entropy, _Top1, _LogSumSqProbs): ...
 
 
 # linear_logprobs
 
 
-class LogprobsAlone(_Layer, total=False):
-    return_entropy: Literal[False]
-    return_top1: Literal[False]
-    return_log_sum_sq_probs: Literal[False]
+class LogprobsAlone(_Layer, _NoEntropy, _NoTop1, _NoLogSumSqProbs): ...
 
 
-class LogprobsWithEntropy(_Layer, total=False):
-    return_entropy: Required[Literal[True]]
-    return_top1: bool
-    return_log_sum_sq_probs: bool
+class LogprobsWithEntropy(_Layer, _WithEntropy, _Top1, _LogSumSqProbs): ...
 
 
-class LogprobsWithTop1(_Layer, total=False):
-    return_entropy: bool
-    return_top1: Required[Literal[True]]
-    return_log_sum_sq_probs: bool
+class LogprobsWithTop1(_Layer, _Entropy, _WithTop1, _LogSumSqProbs): ...
 
 
-class LogprobsWithLogSumSqProbs(_Layer, total=False):
-    return_entropy: bool
-    return_top1: bool
-    return_log_sum_sq_probs: Required[Literal[True]]
+class LogprobsWithLogSumSqProbs(_Layer, _Entropy, _Top1, _WithLogSumSqProbs): ...
 
 
-class LogprobsOrMore(_Layer, total=False):
-    return_entropy: bool
-    return_top1: bool
-    return_log_sum_sq_probs: bool
+class LogprobsOrMore(_Layer, _Entropy, _Top1, _LogSumSqProbs): ...
 
 
 # linear_topk_distillation
 
 
-class DistillationAlone(_Distillation, total=False):
-    return_lse: Literal[False]
-    return_entropy: Literal[False]
-    return_teacher_logprobs: Literal[False]
+class DistillationAlone(_Distillation, _NoLse, _NoEntropy, _NoTeacherLogprobs): ...
 
 
-class DistillationWithLse(_Distillation, total=False):
-    return_lse: Required[Literal[True]]
-    return_entropy: bool
-    return_teacher_logprobs: bool
+class DistillationWithLse(_Distillation, _WithLse, _Entropy, _TeacherLogprobs): ...
 
 
-class DistillationWithEntropy(_Distillation, total=False):
-    return_lse: bool
-    return_entropy: Required[Literal[True]]
-    return_teacher_logprobs: bool
+class DistillationWithEntropy(_Distillation, _Lse, _WithEntropy, _TeacherLogprobs): ...
 
 
-class DistillationWithTeacherLogprobs(_Distillation, total=False):
-    return_lse: bool
-    return_entropy: bool
-    return_teacher_logprobs: Required[Literal[True]]
+class DistillationWithTeacherLogprobs(_Distillation, _Lse, _Entropy, _WithTeacherLogprobs): ...
 
 
-class DistillationOrMore(_Distillation, total=False):
-    return_lse: bool
-    return_entropy: bool
-    return_teacher_logprobs: bool
+class DistillationOrMore(_Distillation, _Lse, _Entropy, _TeacherLogprobs): ...
 
 
 # FusedLMHead, of a call
 
 
-class HeadCallAlone(_HeadCall, total=False):
-    return_lse: Literal[False]
-    return_logprobs: Literal[False]
-    return_entropy: Literal[False]
-    return_top1: Literal[False]
-    return_log_sum_sq_probs: Literal[False]
+class HeadCallAlone(_HeadCall, _NoLse, _NoLogprobs, _NoEntropy, _NoTop1, _NoLogSumSqProbs): ...
 
 
-class HeadCallWithLse(_HeadCall, total=False):
-    return_lse: Required[Literal[True]]
-    return_logprobs: bool
-    return_entropy: bool
-    return_top1: bool
-    return_log_sum_sq_probs: bool
+class HeadCallWithLse(_HeadCall, _WithLse, _Logprobs, _Entropy, _Top1, _LogSumSqProbs): ...
 
 
-class HeadCallWithLogprobs(_HeadCall, total=False):
-    return_lse: bool
-    return_logprobs: Required[Literal[True]]
-    return_entropy: bool
-    return_top1: bool
-    return_log_sum_sq_probs: bool
+class HeadCallWithLogprobs(_HeadCall, _Lse, _WithLogprobs, _Entropy, _Top1, _LogSumSqProbs): ...
 
 
-class HeadCallWithEntropy(_HeadCall, total=False):
-    return_lse: bool
-    return_logprobs: bool
-    return_entropy: Required[Literal[True]]
-    return_top1: bool
-    return_log_sum_sq_probs: bool
+class HeadCallWithEntropy(_HeadCall, _Lse, _Logprobs, _WithEntropy, _Top1, _LogSumSqProbs): ...
 
 
-class HeadCallWithTop1(_HeadCall, total=False):
-    return_lse: bool
-    return_logprobs: bool
-    return_entropy: bool
-    return_top1: Required[Literal[True]]
-    return_log_sum_sq_probs: bool
+class HeadCallWithTop1(_HeadCall, _Lse, _Logprobs, _Entropy, _WithTop1, _LogSumSqProbs): ...
 
 
-class HeadCallWithLogSumSqProbs(_HeadCall, total=False):
-    return_lse: bool
-    return_logprobs: bool
-    return_entropy: bool
-    return_top1: bool
-    return_log_sum_sq_probs: Required[Literal[True]]
+class HeadCallWithLogSumSqProbs(_HeadCall, _Lse, _Logprobs, _Entropy, _Top1, _WithLogSumSqProbs): ...
 
 
-class HeadCallOrMore(_HeadCall, total=False):
-    return_lse: bool
-    return_logprobs: bool
-    return_entropy: bool
-    return_top1: bool
-    return_log_sum_sq_probs: bool
+class HeadCallOrMore(_HeadCall, _Lse, _Logprobs, _Entropy, _Top1, _LogSumSqProbs): ...

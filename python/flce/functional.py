@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeAlias, overload
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
 
-from flce import _arguments, _call, _heads, _sharded_call, errors
+from flce import _call, _heads, _parallel, _sharded_call, errors
+from flce._arguments import check_one_divisor, check_teacher
+from flce._options import call_options, number, parameters_of, taken_by, way_of
 from flce._targets import check_ignore_index, refuse_impossible_teachers, targets_of
-from flce.budget import MemoryBudget
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -19,11 +22,51 @@ if TYPE_CHECKING:
     _Head: TypeAlias = Tensor | nn.Linear
 
 
-def _lies_over_ranks(process_group: Any, sequence_parallel: Any, *vocab: Any) -> bool:
-    """Whether a call says anything of ranks."""
-    start, size, dtype, summed = vocab
-    unsaid = process_group is None and sequence_parallel is False and start is None and size is None and dtype is None
-    return not unsaid or summed is not True
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+_WAYS = {place: {name: way_of(name) for name in taken_by(place)} for place in ("cross_entropy", "logprobs", "topk_distillation")}
+
+
+def _signed(function: _Function) -> _Function:
+    """Gives the function a signature with the options that the table has for it."""
+    place = function.__name__.removeprefix("linear_")
+    before = [each for each in inspect.signature(function).parameters.values() if each.kind is not each.VAR_KEYWORD]
+    function.__signature__ = inspect.Signature([*before, *parameters_of(place)])  # type: ignore[attr-defined]
+    return function
+
+
+class _Given:
+    """A caller's options by the ways that they go."""
+
+    def __init__(self, place: str, weight: _Head, given: dict[str, Any]) -> None:
+        ways = _WAYS[place]
+        self.options: dict[str, Any] = {}
+        self.tensors: dict[str, Any] = {}
+        self.ranks: dict[str, Any] = {}
+        for name, value in given.items():
+            way = ways.get(name)
+            if way is None:
+                raise TypeError(f"linear_{place}() got an unexpected keyword argument {name!r}")
+            getattr(self, way)[name] = value
+        if isinstance(weight, nn.Module):
+            weight, self.tensors["bias"] = _heads.of_linear(weight, self.tensors.get("bias"))
+        self.weight: Tensor = weight
+        self.parallel = _parallel.asked(**self.ranks) if self.ranks else None
+        if not isinstance(self.tensors.get("temperature"), Tensor):
+            self.options["temperature"] = self.tensors.pop("temperature", None)
+        self.shift, self.cu_seqlens = self.options.pop("shift", 0), self.tensors.pop("cu_seqlens", None)
+        self.ignore_index = self.options.get("ignore_index", -100)
+
+    def moves_target(self) -> bool:
+        return type(self.shift) is not int or self.shift != 0 or self.cu_seqlens is not None
+
+    def run(self, hidden: Tensor, target: Tensor, **more: Any) -> Any:
+        """`more`: options of the function itself."""
+        if self.moves_target():
+            target = targets_of(target, self.shift, ignore_index=self.ignore_index, cu_seqlens=self.cu_seqlens)
+        options = call_options(**self.options, **more)
+        if self.parallel is not None:
+            return _sharded_call.run(self.parallel, hidden, self.weight, target, options, **self.tensors)
+        return _call.run(hidden, self.weight, target, options, **self.tensors)
 
 
 @overload
@@ -52,41 +95,8 @@ def linear_cross_entropy(
 def linear_cross_entropy(
     hidden: Tensor, weight: _Head, target: Tensor, **options: Unpack[_signatures.CrossEntropyOrMore]
 ) -> Tensor | tuple[Tensor, ...]: ...
-def linear_cross_entropy(
-    hidden: Tensor,
-    weight: Tensor | nn.Linear,
-    target: Tensor,
-    *,
-    bias: Tensor | None = None,
-    ignore_index: int = -100,
-    reduction: str = "mean",
-    num_valid_tokens: Tensor | float | None = None,
-    shift: int = 0,
-    cu_seqlens: Tensor | None = None,
-    logit_scale: float | None = None,
-    softcap: float | None = None,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    return_lse: bool = False,
-    return_logprobs: bool = False,
-    return_entropy: bool = False,
-    class_weight: Tensor | None = None,
-    temperature: Tensor | float | None = None,
-    token_weight: Tensor | None = None,
-    dft: bool = False,
-    batch_invariant: bool = False,
-    return_top1: bool = False,
-    return_log_sum_sq_probs: bool = False,
-    workspace_limit_bytes: int | MemoryBudget | None = None,
-    retain_in_grad_weight: bool | None = None,
-    grad_weight_out: Tensor | None = None,
-    process_group: Any = None,
-    sequence_parallel: bool = False,
-    vocab_start: int | None = None,
-    vocab_size: int | None = None,
-    reduce_dtype: torch.dtype | None = None,
-    reduce_grad_hidden: bool = True,
-) -> Any:
+@_signed
+def linear_cross_entropy(hidden: Tensor, weight: _Head, target: Tensor, **options: Any) -> Any:
     """Cross entropy of softcap(logit_scale · (hidden · weightᵀ + bias)) / temperature against target, plus z_loss · lse² a token,
     without the logits in memory.
 
@@ -160,18 +170,9 @@ def linear_cross_entropy(
         UnsupportedTransformError: under vmap and other torch.func transforms; on a second, forward-mode or batched derivative.
         UnavailableError, CompileError, DeviceError: the kernel cannot be had or run.
     """
-    if isinstance(weight, nn.Module):
-        weight, bias = _heads.of_linear(weight, bias)
-    if type(shift) is not int or shift or cu_seqlens is not None:
-        target = targets_of(target, shift, ignore_index=ignore_index, cu_seqlens=cu_seqlens)
-    outputs = (True, return_lse, return_logprobs, return_entropy, return_top1, return_log_sum_sq_probs)
-    settings = (reduction, ignore_index, logit_scale, softcap, label_smoothing, z_loss, dft, batch_invariant)
-    options = (outputs, *settings, workspace_limit_bytes, retain_in_grad_weight)
-    others = (bias, class_weight, num_valid_tokens, token_weight, grad_weight_out)
-    over_ranks = (sequence_parallel, vocab_start, vocab_size, reduce_dtype, reduce_grad_hidden)
-    if _lies_over_ranks(process_group, *over_ranks):
-        return _sharded_call.run((process_group, *over_ranks), hidden, weight, target, options, temperature, *others)
-    return _call.run(hidden, weight, target, options, temperature, *others)
+    given = _Given("cross_entropy", weight, options)
+    check_one_divisor(given.tensors.get("num_valid_tokens"), given.tensors.get("class_weight"), options.get("z_loss"))
+    return given.run(hidden, target, return_loss=True)
 
 
 @overload
@@ -192,32 +193,8 @@ def linear_logprobs(
 def linear_logprobs(
     hidden: Tensor, weight: _Head, target: Tensor, **options: Unpack[_signatures.LogprobsOrMore]
 ) -> Tensor | tuple[Tensor, ...]: ...
-def linear_logprobs(
-    hidden: Tensor,
-    weight: Tensor | nn.Linear,
-    target: Tensor,
-    *,
-    bias: Tensor | None = None,
-    temperature: Tensor | float | None = 1.0,
-    logit_scale: float | None = None,
-    softcap: float | None = None,
-    ignore_index: int = -100,
-    batch_invariant: bool = False,
-    return_entropy: bool = False,
-    return_top1: bool = False,
-    return_log_sum_sq_probs: bool = False,
-    cu_seqlens: Tensor | None = None,
-    shift: int = 0,
-    workspace_limit_bytes: int | MemoryBudget | None = None,
-    retain_in_grad_weight: bool | None = None,
-    grad_weight_out: Tensor | None = None,
-    process_group: Any = None,
-    sequence_parallel: bool = False,
-    vocab_start: int | None = None,
-    vocab_size: int | None = None,
-    reduce_dtype: torch.dtype | None = None,
-    reduce_grad_hidden: bool = True,
-) -> Any:
+@_signed
+def linear_logprobs(hidden: Tensor, weight: _Head, target: Tensor, **options: Any) -> Any:
     """log p(target) of every token, with p the softmax of softcap(logit_scale · (hidden · weightᵀ + bias)) / temperature, without the
     logits in memory.
 
@@ -232,19 +209,7 @@ def linear_logprobs(
     Raises:
         As `linear_cross_entropy`.
     """
-    if isinstance(weight, nn.Module):
-        weight, bias = _heads.of_linear(weight, bias)
-    if type(shift) is not int or shift or cu_seqlens is not None:
-        target = targets_of(target, shift, ignore_index=ignore_index, cu_seqlens=cu_seqlens)
-    outputs = (False, False, True, return_entropy, return_top1, return_log_sum_sq_probs)
-    settings = ("none", ignore_index, logit_scale, softcap, 0.0, 0.0, False, batch_invariant)
-    options = (outputs, *settings, workspace_limit_bytes, retain_in_grad_weight)
-    over_ranks = (sequence_parallel, vocab_start, vocab_size, reduce_dtype, reduce_grad_hidden)
-    if _lies_over_ranks(process_group, *over_ranks):
-        return _sharded_call.run(
-            (process_group, *over_ranks), hidden, weight, target, options, temperature, bias, grad_weight_out=grad_weight_out
-        )
-    return _call.run(hidden, weight, target, options, temperature, bias, grad_weight_out=grad_weight_out)
+    return _Given("logprobs", weight, options).run(hidden, target, return_logprobs=True, reduction="none")
 
 
 @overload
@@ -271,40 +236,8 @@ def linear_topk_distillation(
 def linear_topk_distillation(
     hidden: Tensor, weight: _Head, teacher_ids: Tensor, teacher_probs: Tensor, **options: Unpack[_signatures.DistillationOrMore]
 ) -> Tensor | tuple[Tensor, ...]: ...
-def linear_topk_distillation(
-    hidden: Tensor,
-    weight: Tensor | nn.Linear,
-    teacher_ids: Tensor,
-    teacher_probs: Tensor,
-    *,
-    target: Tensor | None = None,
-    hard_weight: float = 0.0,
-    bias: Tensor | None = None,
-    temperature: Tensor | float | None = 1.0,
-    logit_scale: float | None = None,
-    softcap: float | None = None,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    token_weight: Tensor | None = None,
-    ignore_index: int = -100,
-    reduction: str = "mean",
-    num_valid_tokens: Tensor | float | None = None,
-    shift: int = 0,
-    cu_seqlens: Tensor | None = None,
-    batch_invariant: bool = False,
-    return_lse: bool = False,
-    return_entropy: bool = False,
-    return_teacher_logprobs: bool = False,
-    workspace_limit_bytes: int | MemoryBudget | None = None,
-    retain_in_grad_weight: bool | None = None,
-    grad_weight_out: Tensor | None = None,
-    process_group: Any = None,
-    sequence_parallel: bool = False,
-    vocab_start: int | None = None,
-    vocab_size: int | None = None,
-    reduce_dtype: torch.dtype | None = None,
-    reduce_grad_hidden: bool = True,
-) -> Any:
+@_signed
+def linear_topk_distillation(hidden: Tensor, weight: _Head, teacher_ids: Tensor, teacher_probs: Tensor, **options: Any) -> Any:
     """hard_weight · CE(target) + (1 − hard_weight) · (−Σ_k q_k·log p(id_k)) of every token, with q the teacher's probabilities of its K
     most likely classes and p the softmax of softcap(logit_scale · (hidden · weightᵀ + bias)) / temperature: forward KL divergence from a
     sparse teacher up to the teacher's entropy, without the logits in memory.
@@ -332,47 +265,38 @@ def linear_topk_distillation(
     Raises:
         As `linear_cross_entropy`.
     """
-    if isinstance(weight, nn.Module):
-        weight, bias = _heads.of_linear(weight, bias)
-    over_ranks = (sequence_parallel, vocab_start, vocab_size, reduce_dtype, reduce_grad_hidden)
-    parallel = None
-    if _lies_over_ranks(process_group, *over_ranks):
-        parallel = (process_group, *over_ranks)
-        taught = {"target": target, "teacher_ids": teacher_ids, "teacher_probs": teacher_probs}
-        target, teacher_ids, teacher_probs = _sharded_call.local_rows(parallel, taught)
-    top_k = _arguments.check_teacher(teacher_ids, teacher_probs, hidden, target, over_ranks=parallel is not None)
+    given = _Given("topk_distillation", weight, options)
+    rows = {"target": given.tensors.pop("target", None), "teacher_ids": teacher_ids, "teacher_probs": teacher_probs}
+    if given.parallel is not None:
+        rows = _sharded_call.local_rows(given.parallel, **rows)
+    target, ids, probs = rows["target"], rows["teacher_ids"], rows["teacher_probs"]
+    top_k = check_teacher(ids, probs, hidden, target, over_ranks=given.parallel is not None)
     if target is None:
-        target = _rows_with_a_class(teacher_ids, hard_weight, ignore_index, shift, cu_seqlens)
-    elif type(shift) is not int or shift or cu_seqlens is not None:
-        target = targets_of(target, shift, ignore_index=ignore_index, cu_seqlens=cu_seqlens)
-    target = refuse_impossible_teachers(target, teacher_ids, teacher_probs, ignore_index)
-    outputs = (True, return_lse, False, return_entropy, False, False)
-    settings = (reduction, ignore_index, logit_scale, softcap, label_smoothing, z_loss, False, batch_invariant)
-    teacher = (top_k, hard_weight, return_teacher_logprobs)
-    options = (outputs, *settings, workspace_limit_bytes, retain_in_grad_weight, *teacher)
-    rows = (num_valid_tokens, token_weight, grad_weight_out, (teacher_ids, teacher_probs))
-    if parallel is not None:
-        return _sharded_call.run(parallel, hidden, weight, target, options, temperature, bias, None, *rows)
-    return _call.run(hidden, weight, target, options, temperature, bias, None, *rows)
+        target = _rows_with_a_class(ids, given)
+    elif given.moves_target():
+        target = targets_of(target, given.shift, ignore_index=given.ignore_index, cu_seqlens=given.cu_seqlens)
+    given.shift, given.cu_seqlens = 0, None
+    target = refuse_impossible_teachers(target, ids, probs, given.ignore_index)
+    given.tensors |= {"teacher_ids": ids, "teacher_probs": probs}
+    return given.run(hidden, target, return_loss=True, teacher_top_k=top_k)
 
 
 def weighted_logprobs(
     hidden: Tensor, weight: Tensor, ids: Tensor, factors: Tensor, target: Tensor, *, bias: Tensor | None, temperature: Any, **logits: Any
 ) -> Tensor:
     """Σ factor · log p(id) over ids [N, K] with factors [N, K] of any sign. `logits`: logit_scale and softcap."""
-    outputs = (True, False, False, False, False, False)
-    settings = ("sum", -100, logits.get("logit_scale"), logits.get("softcap"), 0.0, 0.0, False, False, None, None)
-    top_k = _arguments.check_teacher(ids, factors, hidden, target, over_ranks=False)
-    options = (outputs, *settings, top_k, 0.0, False)
-    total: Tensor = _call.run(hidden, weight, target, options, temperature, bias, teacher=(ids, -factors))
+    top_k = check_teacher(ids, factors, hidden, target, over_ranks=False)
+    options = call_options(return_loss=True, reduction="sum", teacher_top_k=top_k, temperature=temperature, **logits)
+    total: Tensor = _call.run(hidden, weight, target, options, bias=bias, temperature=temperature, teacher_ids=ids, teacher_probs=-factors)
     return total
 
 
-def _rows_with_a_class(teacher_ids: Tensor, hard_weight: Any, ignore_index: Any, shift: Any, cu_seqlens: Tensor | None) -> Tensor:
+def _rows_with_a_class(teacher_ids: Tensor, given: _Given) -> Tensor:
     """A target that says which rows take part, by any class."""
-    if _arguments.number("hard_weight", hard_weight) != 0:
+    hard_weight = given.options.get("hard_weight", 0.0)
+    if number("hard_weight", hard_weight) != 0:
         raise errors.ArgumentError(f"hard_weight is {hard_weight!r} and target is None; give a target or leave hard_weight at 0")
-    if type(shift) is not int or shift or cu_seqlens is not None:
+    if given.moves_target():
         raise errors.ArgumentError("shift and cu_seqlens move a target, and target is None; the teacher's classes stay where they are")
-    ignored = check_ignore_index(ignore_index)
+    ignored = check_ignore_index(given.ignore_index)
     return torch.where((teacher_ids != -1).any(-1), 1 if ignored == 0 else 0, ignored)

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from flce import _arguments, _frame, _kernels, _native, errors
+from flce import _frame, _kernels, _native, _options, errors
 from flce._checks import HIDDEN_MULTIPLE
+from flce._frame import KernelKey
 from flce._kernels import Kernel
 
 _NAMED_DTYPES = {name: dtype for dtype, short in _frame.DTYPE_NAMES.items() for name in (short, str(dtype).removeprefix("torch."))}
@@ -96,14 +97,30 @@ def get_kernel(
     kind = _dtype("dtype", dtype)
     weight_kind = kind if weight_dtype is None else _dtype("weight_dtype", weight_dtype)
     wide = weight_kind if grad_weight_dtype is None else _dtype("grad_weight_dtype", grad_weight_dtype)
-    wanted = (return_loss, return_lse, return_logprobs, return_entropy, return_top1, return_log_sum_sq_probs)
-    asked = _arguments.asked_outputs(wanted)
+    asked = _options.asked_outputs(
+        {
+            "return_loss": return_loss,
+            "return_lse": return_lse,
+            "return_logprobs": return_logprobs,
+            "return_entropy": return_entropy,
+            "return_top1": return_top1,
+            "return_log_sum_sq_probs": return_log_sum_sq_probs,
+        }
+    )
     for name, size in (("hidden_size", hidden_size), ("vocab_size", vocab_size), ("teacher_top_k", teacher_top_k)):
         if not isinstance(size, int):
             raise errors.DTypeError(f"{name} is a {type(size).__name__}; it must be an integer")
-    written = _arguments.written_outputs(asked, dft)
-    rest = (written, teacher_top_k, hard_weight)
-    options = _arguments.options_text(logit_scale, softcap, label_smoothing, z_loss, dft, batch_invariant, *rest)
+    spec = _options.spec_text(
+        _options.written_outputs(asked, dft),
+        logit_scale=logit_scale,
+        softcap=softcap,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        dft=dft,
+        batch_invariant=batch_invariant,
+        teacher_top_k=teacher_top_k,
+        hard_weight=hard_weight,
+    )
     inputs = {"bias": bias, "class_weight": class_weight, "temperature": temperature, "token_weight": token_weight}
     flags = {"hidden_major": hidden_major, "accumulate": accumulate, **inputs}
     for name, flag in flags.items():
@@ -111,11 +128,21 @@ def get_kernel(
             raise errors.DTypeError(f"{name} is {flag!r}; it must be True or False")
     if num_tokens is not None and (not isinstance(num_tokens, int) or num_tokens < 0):
         raise errors.ArgumentError(f"num_tokens is {num_tokens!r}; it must be an integer of 0 or more, or None")
-    limit = _arguments.workspace_limit(workspace_limit_bytes)
-    tokens = _frame.planned_tokens(num_tokens or 0, limit)
+    limit = _options.workspace_limit(workspace_limit_bytes)
     device, strict = _device(device), _kernels.checked_strict(strict)
-    layer = (_padded(hidden_size), vocab_size, kind, hidden_major, weight_kind, wide, accumulate, *inputs.values(), options)
-    return _kernels.find(device, *layer, limit, tokens, strict=strict)
+    key = KernelKey(
+        device=device,
+        hidden_size=_padded(hidden_size),
+        vocab_size=vocab_size,
+        dtype=kind,
+        weight_dtype=weight_kind,
+        grad_weight_dtype=wide,
+        options=spec,
+        workspace_limit_bytes=limit,
+        num_tokens=_frame.planned_tokens(num_tokens or 0, limit),
+        **flags,  # type: ignore[arg-type]
+    )
+    return _kernels.find(key, strict=strict)
 
 
 def warmup(

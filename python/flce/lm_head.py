@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flce import _chunked, _heads, _parallel, _zero3, errors
+from flce import _chunked, _heads, _zero3, errors
 from flce._checks import is_dtensor
+from flce._options import check_options, taken_by
 from flce._targets import check_ignore_index, check_tensors, refuse_quantised
 from flce.functional import linear_cross_entropy
-from flce.loss import check_options, with_budget
+from flce.loss import parallel_of, with_budget
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from flce import _signatures
 
-_OF_CALL = frozenset(inspect.signature(linear_cross_entropy).parameters) - {"hidden", "weight", "target", "bias", "shift", "ignore_index"}
+_OF_CALL = frozenset(taken_by("cross_entropy")) - {"bias", "shift", "ignore_index"}
 _KEPT = ("in_features", "out_features", "training")
 
 
@@ -59,9 +59,7 @@ class FusedLMHead(nn.Linear):
         **options: Any,
     ) -> None:
         check_options(options, shift)
-        group, start, size = (options.get(name) for name in ("process_group", "vocab_start", "vocab_size"))
-        sums = (options.get("reduce_dtype"), options.get("reduce_grad_hidden", True))
-        _parallel.asked(group, options.get("sequence_parallel", False), start, size, *sums)
+        parallel_of(options)
         super().__init__(in_features, out_features, bias, device, dtype)
         self.shift = shift
         self.ignore_index = check_ignore_index(ignore_index)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import logging
-import math
-import numbers
 import types
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, runtime_checkable
@@ -15,30 +13,17 @@ import torch
 from torch import Tensor, nn
 
 from flce import _arguments, _chunked, _heads, _native, _parallel, errors
+from flce._frame import Parallel
+from flce._options import check_options, of_kind, temperature_number
 from flce._targets import check_ignore_index, check_tensors, targets_of
 from flce.budget import MemoryBudget
 from flce.functional import linear_cross_entropy
 
 IMPLEMENTATIONS = ("auto", "flce", "torch_compile", "pytorch")
-_OF_FLCE = frozenset(  # the others compute in chunks of chunk_size
-    {"workspace_limit_bytes", "memory_limit_bytes", "retain_in_grad_weight", "batch_invariant"}
-)
-_PARALLEL = frozenset(  # with flce alone
-    {"process_group", "sequence_parallel", "vocab_start", "vocab_size", "reduce_dtype", "reduce_grad_hidden"}
-)
-_OPTIONS = frozenset(
-    {"reduction", "class_weight", "temperature", "dft", "logit_scale", "softcap", "label_smoothing", "z_loss"} | _OF_FLCE | _PARALLEL
-)
+_OF_FLCE = of_kind("kernels", "ranks")  # the others compute whole layers, in chunks of chunk_size
 # Options of what is trained on. None of them is in the loss that a model of transformers gives by itself.
-OF_TRAINING = frozenset({"reduction", "class_weight", "temperature", "dft", "label_smoothing", "z_loss"})
+OF_TRAINING = of_kind("training")
 _OLDEST_GPU = (8, 0)
-# Options that are numbers: what they may be, for every impl.
-_RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
-    "logit_scale": (lambda x: math.isfinite(x) and x != 0, "finite and not 0"),
-    "softcap": (lambda x: 0 <= x < math.inf, "finite and 0 (off) or above"),
-    "label_smoothing": (lambda x: 0 <= x <= 1, "from 0 to 1"),
-    "z_loss": (lambda x: 0 <= x < math.inf, "finite and 0 or above"),
-}
 
 _log = logging.getLogger("flce")
 _said: set[str] = set()
@@ -65,29 +50,6 @@ class LossOptions(dict[str, Any]):
         return LossOptions({name: value if name == "process_group" else copy.deepcopy(value, memo) for name, value in self.items()})
 
 
-def check_options(options: Mapping[str, Any], shift: Any) -> None:
-    """Raises ArgumentError for what is no option of a loss or no shift, SpecError for a number out of its range."""
-    unknown = sorted(options.keys() - _OPTIONS)
-    if unknown:
-        raise errors.ArgumentError(f"{unknown[0]} is not an option of the loss; allowed are {', '.join(sorted(_OPTIONS))}")
-    _arguments.reduction_code(options.get("reduction", "mean"))
-    _arguments.temperature_number(options.get("temperature"))
-    for name, (allows, what) in _RANGES.items():
-        value = options.get(name)
-        if value is not None and not (isinstance(value, numbers.Real) and allows(float(value))):
-            raise errors.SpecError(f"{name} is {value!r}; it must be a number, {what}")
-    if not isinstance(shift, int) or shift < 0:
-        raise errors.ArgumentError(f"shift is {shift!r}; it must be an integer of 0 or more")
-    for name in ("dft", "batch_invariant"):
-        _check_flag(name, options.get(name, False))
-    _arguments.workspace_limit(options.get("workspace_limit_bytes"))
-    _arguments.retain_choice(options.get("retain_in_grad_weight"))
-    if options.get("memory_limit_bytes") is not None and options.get("workspace_limit_bytes") is not None:
-        raise errors.ArgumentError(
-            "memory_limit_bytes and workspace_limit_bytes are given; give the limit on all calls together, or a call's"
-        )
-
-
 def with_budget(options: Mapping[str, Any]) -> LossOptions:
     """Options of `flce.linear_cross_entropy`: a memory_limit_bytes is a MemoryBudget that the loss's calls share."""
     made = LossOptions(options)
@@ -98,11 +60,6 @@ def with_budget(options: Mapping[str, Any]) -> LossOptions:
         except errors.ArgumentError as error:
             raise errors.ArgumentError(str(error).replace("limit_bytes", "memory_limit_bytes", 1)) from None
     return made
-
-
-def _check_flag(name: str, flag: Any) -> None:
-    if not isinstance(flag, bool):
-        raise errors.DTypeError(f"{name} is {flag!r}; it must be True or False")
 
 
 def say_once(message: str) -> None:
@@ -168,7 +125,8 @@ class LinearCrossEntropyLoss:
         check_options(options, shift)
         if not isinstance(chunk_size, int) or chunk_size < 1:
             raise errors.ArgumentError(f"chunk_size is {chunk_size!r}; it must be an integer of 1 or more")
-        _check_flag("compile", compile)
+        if not isinstance(compile, bool):
+            raise errors.DTypeError(f"compile is {compile!r}; it must be True or False")
         self._output_embeddings = output_embeddings
         if not isinstance(_heads.weight_of(self.output_embeddings), Tensor):
             raise errors.ArgumentError(
@@ -183,7 +141,7 @@ class LinearCrossEntropyLoss:
         self.shift = shift
         self.options = with_budget(options)
         self.actual_impl = self._choose(impl)
-        if _parallel_of(options) is not None and self.actual_impl != "flce":
+        if parallel_of(options) is not None and self.actual_impl != "flce":
             raise errors.ArgumentError(f"process_group needs impl 'flce'; this loss uses {self.actual_impl!r}")
         self._compiled: _chunked.ChunkLoss | None = None
 
@@ -267,7 +225,7 @@ class LinearCrossEntropyLoss:
         ):
             if value:
                 raise errors.ArgumentError(f"{name} needs impl 'flce'; this loss uses {impl!r}")
-        common = {name: value for name, value in common.items() if name not in _OF_FLCE | _PARALLEL}
+        common = {name: value for name, value in common.items() if name not in _OF_FLCE}
         common["temperature"] = _check_for_chunks(hidden_states, weight, labels, **common)
         if self.shift or cu_seqlens is not None:
             labels = targets_of(labels, self.shift, ignore_index=self.ignore_index, cu_seqlens=cu_seqlens)
@@ -348,11 +306,9 @@ class LinearCrossEntropyLoss:
         )
 
 
-def _parallel_of(options: Mapping[str, Any]) -> _parallel.Parallel | None:
+def parallel_of(options: Mapping[str, Any]) -> Parallel | None:
     """The ranks over which a loss's layer lies, from its options."""
-    group, start, size = options.get("process_group"), options.get("vocab_start"), options.get("vocab_size")
-    sequence, summed = options.get("sequence_parallel", False), options.get("reduce_grad_hidden", True)
-    return _parallel.asked(group, sequence, start, size, options.get("reduce_dtype"), summed)
+    return _parallel.asked(**{name: value for name, value in options.items() if name in of_kind("ranks")})
 
 
 def _check_for_chunks(
@@ -379,7 +335,7 @@ def _check_for_chunks(
     _arguments.check_token_weight(token_weight, reduction, target)
     _arguments.check_one_divisor(num_valid_tokens, class_weight, z_loss)
     if rows is None:
-        return _arguments.temperature_number(temperature)
+        return temperature_number(temperature)
     _arguments.check_temperature(rows, target)
     return rows
 

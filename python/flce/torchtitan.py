@@ -33,13 +33,13 @@ from torchtitan.distributed.spmd_types import (  # type: ignore[import-untyped,i
 from torchtitan.distributed.utils import get_spmd_backend  # type: ignore[import-untyped,import-not-found,unused-ignore]
 
 from flce import _heads, errors
+from flce._options import check_options, taken_by
 from flce.functional import linear_cross_entropy
-from flce.loss import check_options
 
 __all__ = ["FusedLoss", "fused_loss"]
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-_OPTIONS = ("z_loss", "label_smoothing", "logit_scale", "softcap", "workspace_limit_bytes")
+_OPTIONS = taken_by("torchtitan")
 _INSTEAD = "keep torchtitan's own ChunkedLossWrapper for this model, or give it a plain torchtitan Linear as lm_head"
 
 

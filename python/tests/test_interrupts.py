@@ -17,7 +17,7 @@ from support import Problem, make_problem
 from torch import Tensor
 
 import flce
-from flce import _arguments, _call, _kernels, _retain
+from flce import _call, _kernels, _options, _retain
 
 PACKAGE = str(Path(flce.__file__).resolve().parent)
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # an interrupt in a finalizer
@@ -83,7 +83,7 @@ def eager(*args: Any, **options: Any) -> Any:
 
 
 def operator(hidden: Tensor, weight: Tensor, target: Tensor, reduction: str = "mean", ignore_index: int = -100, **_: Any) -> Any:
-    code = _arguments.REDUCTIONS[reduction]
+    code = _options.REDUCTIONS[reduction]
     return torch.ops.flce.linear_cross_entropy(hidden, weight, target, None, None, None, "", ignore_index, code, 0)[0]
 
 

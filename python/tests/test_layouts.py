@@ -11,8 +11,8 @@ import torch
 
 import flce
 from flce import _layouts
+from flce._frame import Parallel
 from flce._layouts import Shard, _Facts, agreed_shard
-from flce._parallel import Parallel
 
 LAYER = (("softcap", 0.0), ("dtype", "float32"))
 TOKENS = (("target", ([4], "torch.int64", 7)), ("temperature", None))
@@ -118,7 +118,7 @@ class Group:
 @pytest.fixture
 def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[Group]:
     two = Group()
-    monkeypatch.setattr(_layouts, "group_named", lambda name: two)
+    monkeypatch.setattr(Group, "current", two, raising=False)
     monkeypatch.setattr(_layouts, "told_by_hosts", two.tell)
     monkeypatch.setattr(_layouts.dist, "all_gather_object", two.ask, raising=False)
     yield two
@@ -126,9 +126,16 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[Group]:
 
 
 def shard_of(rows: int, *, tokens: int = 4, layer: tuple[Any, ...] = LAYER, vocab_size: int = -1, backward: bool = False) -> Shard:
-    parallel = Parallel(2, False, -1, vocab_size, -1, "", True, "two")
+    parallel = Parallel(2, False, -1, vocab_size, -1, None, True, "two")
     given = torch.empty(rows, 8), {"target": torch.zeros(tokens, dtype=torch.int64)}, layer
-    return _layouts.shard_of(parallel, *given, backward=True) if backward else _layouts.shard_of(parallel, *given)
+    return _layouts.shard_of(Group.current, parallel, *given, backward=backward)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    "parallel", [Parallel(2, False, -1, -1, -1, None, True, "0"), Parallel(8, True, 7, 63, 64, torch.float32, False, "a b")]
+)
+def test_texts_of_operators_say_all_of_a_parallel(parallel: Parallel) -> None:
+    assert Parallel.of_text(parallel.text()) == parallel and Parallel.of_text("") is None
 
 
 def test_a_layer_is_asked_for_once(group: Group) -> None:

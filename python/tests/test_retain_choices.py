@@ -4,6 +4,7 @@ stand-ins."""
 from __future__ import annotations
 
 import copy
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,10 +13,7 @@ import torch
 
 import flce
 from flce import _retain
-from flce._retain import ALWAYS, AUTOMATIC, NEVER, Alive, Choice, Choices
-
-GRADIENT = _retain.wanted(NEVER, weight=False)
-WEIGHT = _retain.wanted(NEVER, weight=True) & ~GRADIENT
+from flce._retain import ALWAYS, AUTOMATIC, NEVER, Alive, Choice, Choices, Retain
 
 
 class StandIn:
@@ -43,19 +41,18 @@ def choices_of(kernel: Any) -> Choices:
     return Choices(kernel, 7)
 
 
-def test_a_choice_as_bits() -> None:
-    assert GRADIENT and WEIGHT and not GRADIENT & WEIGHT and not (GRADIENT | WEIGHT) & (NEVER | AUTOMATIC | ALWAYS)
-    for choice in (NEVER, AUTOMATIC, ALWAYS):
-        assert _retain.wanted(choice, weight=False) == choice | GRADIENT
-        assert _retain.wanted(choice | WEIGHT, weight=False) == choice | GRADIENT
-        assert _retain.wanted(choice, weight=True) == choice | GRADIENT | WEIGHT
-        assert not _retain.has_budget(choice | GRADIENT | WEIGHT)
+def test_bits_say_all_of_it() -> None:
+    assert [Retain(choice).bits() for choice in (NEVER, AUTOMATIC, ALWAYS)] == [0, 1, 2]
+    every = [Retain(*each) for each in itertools.product((NEVER, AUTOMATIC, ALWAYS), (False, True), (False, True), (0, 1, 77))]
+    assert [Retain.of_bits(retain.bits()) for retain in every] == every
+
+
+def test_within_a_budget_no_gradient_lends_unasked() -> None:
     budget = flce.MemoryBudget(1000)
     for given, choice in ((True, ALWAYS), (False, NEVER), (None, NEVER)):
-        bits = _retain.within(given, budget)
-        assert _retain.has_budget(bits) and bits & 3 == choice and not bits & (GRADIENT | WEIGHT)
-        assert flce.budget.of_number(bits >> 4, 1000) is budget
-        assert flce.budget.of_number(bits >> 4, 999) is None
+        assert Retain.within(given, budget) == Retain(choice, gradient=False, weight=False, budget=budget.number)
+    assert flce.budget.of_number(budget.number, 1000) is budget
+    assert flce.budget.of_number(budget.number, 999) is None
     assert flce.budget.of_number(0, 1000) is None
 
 
@@ -83,23 +80,23 @@ def test_the_weights_gradient_lends_where_it_is_asked_for(lends: bool) -> None:
     kernel.lends = lends
     choices = choices_of(kernel)
     for choice in (NEVER, AUTOMATIC, ALWAYS):
-        assert choices.may_lend(_retain.wanted(choice, weight=True)) is (lends and choice != NEVER)
-        assert choices.may_lend(_retain.wanted(choice, weight=False)) is False
+        assert choices.may_lend(Retain(choice, gradient=True, weight=True)) is (lends and choice != NEVER)
+        assert choices.may_lend(Retain(choice, gradient=True)) is False
 
 
 @pytest.mark.parametrize(
     ("retain", "limit", "unasked", "expected"),
     [
-        (AUTOMATIC | GRADIENT | WEIGHT, 0, False, True),  # lent
-        (AUTOMATIC | WEIGHT, 0, True, False),  # no gradient will be asked for
-        (NEVER | GRADIENT | WEIGHT, 0, False, False),
-        (NEVER | GRADIENT | WEIGHT, 0, True, True),  # a shard's
-        (NEVER | GRADIENT, 200, False, True),
-        (NEVER | GRADIENT, 100, False, False),
-        (NEVER, 200, False, False),
+        (Retain(AUTOMATIC, gradient=True, weight=True), 0, False, True),  # lent
+        (Retain(AUTOMATIC, weight=True), 0, True, False),  # no gradient will be asked for
+        (Retain(NEVER, gradient=True, weight=True), 0, False, False),
+        (Retain(NEVER, gradient=True, weight=True), 0, True, True),  # a shard's
+        (Retain(NEVER, gradient=True), 200, False, True),
+        (Retain(NEVER, gradient=True), 100, False, False),
+        (Retain(NEVER), 200, False, False),
     ],
 )
-def test_a_forward_may_retain(retain: int, limit: int, unasked: bool, expected: bool) -> None:
+def test_a_forward_may_retain(retain: Retain, limit: int, unasked: bool, expected: bool) -> None:
     kernel = StandIn()
     kernel.retains_unasked = unasked
     assert choices_of(kernel).may_retain(retain, limit) is expected

@@ -19,8 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import flce
-from flce import _engine, _kernels, _retain
+from flce import _engine, _kernels
 from flce._direct import DirectCall
+from flce._retain import AUTOMATIC, Retain
 
 FUNCTIONS = ["linear_cross_entropy", "linear_logprobs"]
 ROWS = {
@@ -472,4 +473,4 @@ def test_direct_calls_exist_where_they_are_said_to(device: str) -> None:
     logprobs = flce.get_kernel(24, 101, torch.float32, device=device, return_loss=False, return_logprobs=True)
     with_rows = flce.get_kernel(24, 101, torch.float32, device=device, temperature=True)
     for kernel, fits in ((plain, True), (logprobs, True), (with_rows, False)):
-        assert DirectCall.fits(kernel, problem.hidden, problem.weight, problem.target, _retain.AUTOMATIC) is fits
+        assert DirectCall.fits(kernel, problem.hidden, problem.weight, problem.target, Retain(AUTOMATIC)) is fits

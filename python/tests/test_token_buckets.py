@@ -154,7 +154,7 @@ def test_a_capture_that_would_compile_names_the_number_of_tokens(monkeypatch: py
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     key = kernel.key._replace(device=torch.device("cuda", 0), num_tokens=256)
     with pytest.raises(flce.UnavailableError, match=r"with 256 tokens is not loaded yet.*flce\.warmup"):
-        _kernels.find(*key)
+        _kernels.find(key)
 
 
 @pytest.mark.gpu

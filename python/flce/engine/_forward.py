@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flce import errors
-from flce._arguments import LEAST_TEMPERATURE, MOST_TEMPERATURE
+from flce._options import LEAST_TEMPERATURE, MOST_TEMPERATURE
 from flce.engine import _setup
 from flce.engine._microbatches import Microbatch
 from flce.engine._output import HeadOutput, rows_of

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from flce import _heads, errors
+from flce._options import taken_by
 from flce.engine._stage import Stage
 from flce.functional import linear_cross_entropy, linear_logprobs
 from flce.loss import with_budget
@@ -206,7 +207,7 @@ def _say_once(message: str) -> None:
 def head_options_of(given: Mapping[str, Any] | None, memory_limit_bytes: int | None) -> dict[str, Any]:
     """Options of all of a last stage's calls; a memory_limit_bytes is shared by the microbatches in flight."""
     options = dict(given or {})
-    allowed = ("workspace_limit_bytes", "retain_in_grad_weight", "batch_invariant", "memory_limit_bytes")
+    allowed = taken_by("engine")
     unknown = sorted(options.keys() - set(allowed))
     if unknown:
         raise errors.ArgumentError(f"head_options has {', '.join(unknown)}; allowed are {', '.join(allowed)}")

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from flce import errors
-from flce._arguments import LEAST_TEMPERATURE, MOST_TEMPERATURE
+from flce._options import LEAST_TEMPERATURE, MOST_TEMPERATURE
 
 _MOST_NOISE = 1 << 24  #: elements of noise [rows, V] made at a time
 

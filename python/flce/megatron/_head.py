@@ -13,23 +13,13 @@ from torch import Tensor, nn
 
 from flce import _checks, errors
 from flce._checks import is_dtensor
+from flce._options import check_options, taken_by
 from flce._targets import check_ignore_index
 from flce.functional import linear_cross_entropy
-from flce.loss import check_options
 
 _log = logging.getLogger("flce")
 _said: set[str] = set()
-_CHECKED = (
-    "softcap",
-    "label_smoothing",
-    "z_loss",
-    "temperature",
-    "dft",
-    "batch_invariant",
-    "workspace_limit_bytes",
-    "retain_in_grad_weight",
-)
-_OPTIONS = frozenset({*_CHECKED, "ignore_index", "vocab_size", "reduce_dtype"})
+_OPTIONS = frozenset(taken_by("megatron"))
 _OWN_FUSIONS = ("native", "te")  # config.cross_entropy_fusion_impl's cross entropies of logits, whose formula is flce's
 _INSTEAD = "leave that out, or keep Megatron's own loss"
 
@@ -54,7 +44,7 @@ def settings_of(main_grad: Any, options: Mapping[str, Any]) -> Settings:
     unknown = sorted(options.keys() - _OPTIONS)
     if unknown:
         raise errors.ArgumentError(f"{unknown[0]} is not an option here; allowed are main_grad, {', '.join(sorted(_OPTIONS))}")
-    check_options({name: value for name, value in options.items() if name in _CHECKED}, 0)
+    check_options({name: value for name, value in options.items() if name in taken_by("losses")}, 0)
     check_ignore_index(options.get("ignore_index", -100))
     if main_grad is not None and not isinstance(main_grad, bool):
         raise errors.DTypeError(f"main_grad is {main_grad!r}; it must be True, False or None (as the layer's gradient_accumulation_fusion)")

@@ -1,0 +1,272 @@
+"""Options of the public functions, of losses and of adapters: one table of them, their checks, and the `CallOptions` of a call.
+
+Every refusal names the option, its value and the values that are allowed.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import numbers
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from flce import _frame, _retain, errors
+from flce._frame import CallOptions
+from flce._targets import check_ignore_index
+from flce.budget import MemoryBudget
+
+REDUCTIONS = {"none": 0, "sum": 1, "mean": 2, "weighted_mean": 3}
+REDUCTION_NAMES = {code: name for name, code in REDUCTIONS.items()}
+OUTPUTS = (*_frame.VALUES[:-1], "top1", _frame.VALUES[-1])  # a Spec's outputs, in the order in which callers get them
+LEAST_TEMPERATURE, MOST_TEMPERATURE = 2.0**-100, 2.0**100
+_LONG = 1 << 63
+
+
+class Option(NamedTuple):
+    """One option, wherever it is taken."""
+
+    kind: str  # logits, training (what is trained on; in no model's own loss), kernels (flce's alone), ranks, call or outputs
+    annotation: str
+    default: Any
+    allowed: str
+    places: str  # names of functions without linear_ and of adapters; "losses" are LinearCrossEntropyLoss and those built on it
+    allows: Callable[[float], bool] | None = None  # whether a number is in the range that `allowed` says
+
+
+_ALL = "cross_entropy logprobs topk_distillation"
+_LOSS = "cross_entropy topk_distillation"
+_FLAG = "True, False"
+_BYTES = "from 1 to 2^63 - 1"
+_WHOLE = "0 or above"
+OPTIONS = {
+    "z_loss": Option("training", "float", 0.0, "finite and 0 or above", f"{_LOSS} losses megatron torchtitan", lambda x: 0 <= x < math.inf),
+    "label_smoothing": Option("training", "float", 0.0, "from 0 to 1", f"{_LOSS} losses megatron torchtitan", lambda x: 0 <= x <= 1),
+    "logit_scale": Option(
+        "logits", "float | None", None, "finite and not 0", f"{_ALL} losses torchtitan", lambda x: math.isfinite(x) and x != 0
+    ),
+    "softcap": Option(
+        "logits", "float | None", None, "finite and 0 (off) or above", f"{_ALL} losses megatron torchtitan", lambda x: 0 <= x < math.inf
+    ),
+    "temperature": Option("training", "Tensor | float | None", 1.0, "2^-100 to 2^100; [...] fp32", f"{_ALL} losses megatron"),
+    "reduction": Option("training", "str", "mean", ", ".join(REDUCTIONS), f"{_LOSS} losses"),
+    "class_weight": Option("training", "Tensor | None", None, "[V]", "cross_entropy losses"),
+    "dft": Option("training", "bool", False, _FLAG, "cross_entropy losses megatron"),
+    "hard_weight": Option("training", "float", 0.0, "from 0 to 1", "topk_distillation"),
+    "workspace_limit_bytes": Option(
+        "kernels", "int | MemoryBudget | None", None, f"{_BYTES}; a MemoryBudget", f"{_ALL} losses megatron torchtitan engine"
+    ),
+    "retain_in_grad_weight": Option("kernels", "bool | None", None, f"{_FLAG}, None", f"{_ALL} losses megatron engine"),
+    "batch_invariant": Option("kernels", "bool", False, _FLAG, f"{_ALL} losses megatron engine"),
+    "memory_limit_bytes": Option("kernels", "int | None", None, _BYTES, "losses engine"),
+    "process_group": Option("ranks", "Any", None, "a ProcessGroup; a DeviceMesh of one dimension", f"{_ALL} losses"),
+    "sequence_parallel": Option("ranks", "bool", False, _FLAG, f"{_ALL} losses"),
+    "vocab_start": Option("ranks", "int | None", None, _WHOLE, f"{_ALL} losses"),
+    "vocab_size": Option("ranks", "int | None", None, _WHOLE, f"{_ALL} losses megatron"),
+    "reduce_dtype": Option("ranks", "torch.dtype | None", None, "hidden's, torch.float32", f"{_ALL} losses megatron"),
+    "reduce_grad_hidden": Option("ranks", "bool", True, _FLAG, f"{_ALL} losses"),
+    "bias": Option("call", "Tensor | None", None, "[V]", _ALL),
+    "target": Option("call", "Tensor | None", None, "[...]", "topk_distillation"),
+    "ignore_index": Option("call", "int", -100, "of 64 bits", f"{_ALL} megatron"),
+    "shift": Option("call", "int", 0, _WHOLE, _ALL),
+    "cu_seqlens": Option("call", "Tensor | None", None, "[num_sequences + 1]", _ALL),
+    "num_valid_tokens": Option("call", "Tensor | float | None", None, "finite and 0 or above", _LOSS),
+    "token_weight": Option("call", "Tensor | None", None, "[...]", _LOSS),
+    "grad_weight_out": Option("call", "Tensor | None", None, "[V, D]", _ALL),
+    "return_lse": Option("outputs", "bool", False, _FLAG, _LOSS),
+    "return_logprobs": Option("outputs", "bool", False, _FLAG, "cross_entropy"),
+    "return_entropy": Option("outputs", "bool", False, _FLAG, _ALL),
+    "return_top1": Option("outputs", "bool", False, _FLAG, "cross_entropy logprobs"),
+    "return_log_sum_sq_probs": Option("outputs", "bool", False, _FLAG, "cross_entropy logprobs"),
+    "return_teacher_logprobs": Option("outputs", "bool", False, _FLAG, "topk_distillation"),
+}
+
+
+def taken_by(place: str) -> tuple[str, ...]:
+    """Names of the options that a function or an adapter takes."""
+    return tuple(name for name, option in OPTIONS.items() if place in option.places.split())
+
+
+def of_kind(*kinds: str) -> frozenset[str]:
+    return frozenset(name for name, option in OPTIONS.items() if option.kind in kinds)
+
+
+def way_of(name: str) -> str:
+    """How an option of a function reaches a call: among its tensors, in its CallOptions, or in what says how the weight lies over ranks."""
+    option = OPTIONS[name]
+    return "ranks" if option.kind == "ranks" else "tensors" if option.annotation.startswith("Tensor") else "options"
+
+
+def parameters_of(place: str) -> list[inspect.Parameter]:
+    options = {name: OPTIONS[name] for name in taken_by(place)}
+    kind = inspect.Parameter.KEYWORD_ONLY
+    return [inspect.Parameter(name, kind, default=each.default, annotation=each.annotation) for name, each in options.items()]
+
+
+# ── A call's ────────────────────────────────────────
+
+
+def call_options(**given: Any) -> CallOptions:
+    """Options of a call, checked, by their names in OPTIONS; return_loss and teacher_top_k in addition."""
+    if not torch.compiler.is_compiling():
+        try:
+            return known(**given)
+        except TypeError:  # an option that cannot be hashed is refused below
+            pass
+    return _checked(**given)
+
+
+def _checked(
+    *,
+    reduction: Any = "mean",
+    ignore_index: Any = -100,
+    workspace_limit_bytes: Any = None,
+    retain_in_grad_weight: Any = None,
+    temperature: Any = None,
+    return_teacher_logprobs: Any = False,
+    **of_spec: Any,
+) -> CallOptions:
+    flags = {name: of_spec.pop(name) for name in _FLAGS.values() if name in of_spec}
+    asked = asked_outputs(flags)
+    spec = spec_text(written_outputs(asked, of_spec.get("dft", False)), **of_spec)
+    return CallOptions(
+        spec=spec,
+        outputs=_frame.outputs_of(spec),
+        ignore_index=check_ignore_index(ignore_index),
+        reduction=reduction_code(reduction),
+        workspace_limit_bytes=workspace_limit(workspace_limit_bytes),
+        retain=retain_choice(retain_in_grad_weight, workspace_limit_bytes),
+        asked=asked,
+        teacher_logprobs=return_teacher_logprobs is True,
+        temperature=temperature_number(temperature),
+    )
+
+
+# Types belong to the key: 1, 1.0 and True are equal, and not all of them are taken for every option.
+known = functools.lru_cache(maxsize=1024, typed=True)(_checked)
+_FLAGS = {name: "return_logprobs" if name == "logprob" else f"return_{name}" for name in OUTPUTS}
+
+
+def asked_outputs(flags: Mapping[str, Any]) -> tuple[str, ...]:
+    """The names of OUTPUTS whose flags are set."""
+    for name, flag in flags.items():
+        _check_flag(name, flag)
+    return tuple(name for name in OUTPUTS if flags.get(_FLAGS[name], False))
+
+
+def written_outputs(asked: Iterable[str], dft: Any) -> tuple[str, ...]:
+    """Outputs that a kernel has to write, in the order of OUTPUTS: backward of dft reads the targets' log-probabilities."""
+    return tuple(name for name in OUTPUTS if name in asked or (dft is True and name == "logprob"))
+
+
+def spec_text(
+    outputs: Iterable[str],
+    *,
+    logit_scale: float | None = None,
+    softcap: float | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    dft: bool = False,
+    batch_invariant: bool = False,
+    teacher_top_k: int = 0,
+    hard_weight: float = 0.0,
+) -> str:
+    """The options as keys of a Spec's text; what is at its default is left out."""
+    parts = []
+    values = {
+        "logit_scale": (logit_scale, 1.0),
+        "softcap": (softcap, 0.0),
+        "label_smoothing": (label_smoothing, 0.0),
+        "z_loss": (z_loss, 0.0),
+        "hard_weight": (hard_weight, 0.0),
+    }
+    for name, (value, default) in values.items():
+        if value is not None and (parsed := number(name, value)) != default:
+            parts.append(f"{name}={parsed!r}")
+    for name, flag in (("batch_invariant", batch_invariant), ("dft", dft)):
+        _check_flag(name, flag)
+        if flag:
+            parts.append(name)
+    if teacher_top_k:
+        parts.append(f"teacher_top_k={teacher_top_k}")
+    if tuple(outputs) != ("loss",):
+        parts.append("outputs=" + "+".join(outputs))
+    return ",".join(parts)
+
+
+def number(name: str, value: Any) -> float:
+    if not isinstance(value, (int, float)) and not isinstance(value, numbers.Real):
+        raise errors.DTypeError(f"{name} is a {type(value).__name__}; it must be a number (a constant, not a tensor)")
+    return float(value)
+
+
+def reduction_code(given: Any) -> int:
+    code = REDUCTIONS.get(given) if isinstance(given, str) else None
+    if code is None:
+        raise errors.ArgumentError(f"reduction is {given!r}; allowed are {', '.join(map(repr, REDUCTIONS))}")
+    return code
+
+
+def workspace_limit(given: int | MemoryBudget | None) -> int:
+    if given is None:
+        return 0
+    if isinstance(given, MemoryBudget):
+        return given.limit_bytes
+    if not isinstance(given, int) or isinstance(given, bool) or not 0 < given < _LONG:
+        raise errors.ArgumentError(
+            f"workspace_limit_bytes is {given!r}; it must be a positive number of bytes, below 2^63, a flce.MemoryBudget, or None"
+        )
+    return given
+
+
+def retain_choice(given: bool | None, limit: int | MemoryBudget | None = None) -> _retain.Retain:
+    if given is not None and not isinstance(given, bool):
+        raise errors.ArgumentError(f"retain_in_grad_weight is {given!r}; allowed are True, False and None (automatic)")
+    return _retain.Retain.within(given, limit) if isinstance(limit, MemoryBudget) else _retain.Retain(_retain.CHOICES[given])
+
+
+def temperature_number(given: Any) -> float | None:
+    """A temperature that is no tensor; None where it changes nothing."""
+    if given is None:
+        return None
+    if not isinstance(given, (int, float)) and not isinstance(given, numbers.Real):
+        raise errors.DTypeError(f"temperature is a {type(given).__name__}; it must be a number or a float32 tensor of target's shape")
+    number = float(given)
+    if not LEAST_TEMPERATURE <= number <= MOST_TEMPERATURE:
+        raise errors.ArgumentError(f"temperature is {number}; it must be between 2^-100 and 2^100")
+    return None if number == 1.0 else number
+
+
+def _check_flag(name: str, flag: Any) -> None:
+    if not isinstance(flag, bool):
+        raise errors.DTypeError(f"{name} is {flag!r}; it must be True or False")
+
+
+# ── A loss's ────────────────────────────────────────
+
+
+def check_options(options: Mapping[str, Any], shift: Any) -> None:
+    """Raises ArgumentError for what is no option of a loss or no shift, SpecError for a number out of its range."""
+    allowed = sorted(taken_by("losses"))
+    unknown = sorted(options.keys() - set(allowed))
+    if unknown:
+        raise errors.ArgumentError(f"{unknown[0]} is not an option of the loss; allowed are {', '.join(allowed)}")
+    reduction_code(options.get("reduction", "mean"))
+    temperature_number(options.get("temperature"))
+    for name, option in OPTIONS.items():
+        value = options.get(name)
+        if option.allows is not None and value is not None and not (isinstance(value, numbers.Real) and option.allows(float(value))):
+            raise errors.SpecError(f"{name} is {value!r}; it must be a number, {option.allowed}")
+    if not isinstance(shift, int) or shift < 0:
+        raise errors.ArgumentError(f"shift is {shift!r}; it must be an integer of 0 or more")
+    for name in ("dft", "batch_invariant"):
+        _check_flag(name, options.get(name, False))
+    workspace_limit(options.get("workspace_limit_bytes"))
+    retain_choice(options.get("retain_in_grad_weight"))
+    if options.get("memory_limit_bytes") is not None and options.get("workspace_limit_bytes") is not None:
+        raise errors.ArgumentError(
+            "memory_limit_bytes and workspace_limit_bytes are given; give the limit on all calls together, or a call's"
+        )
