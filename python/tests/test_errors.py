@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import multiprocessing
 import os
 import pickle
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
@@ -154,6 +156,22 @@ def test_every_error_goes_through_a_process_pool(error: Exception) -> None:
     error.add_note("in rank 3") if hasattr(error, "add_note") else None
     for again in (pickle.loads(pickle.dumps(error)), copy.deepcopy(error), pickle.loads(pickle.dumps(error, protocol=1))):
         assert type(again) is type(error) and str(again) == "said" and again.args == error.args and vars(again) == vars(error)
+
+
+def label_out_of_range() -> None:
+    flce.linear_cross_entropy(torch.ones(4, 8), torch.ones(11, 8), torch.tensor([0, 1, 11, 2]))
+    flce.check_labels()
+
+
+@pytest.mark.full
+@pytest.mark.another_process
+def test_a_label_error_of_a_worker_reaches_its_parent() -> None:
+    with (
+        ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool,
+        pytest.raises(flce.LabelError, match=r"target\[2\]") as caught,
+    ):
+        pool.submit(label_out_of_range).result(timeout=300)
+    assert caught.value.row == 2
 
 
 def test_a_transposed_weight_is_said_to_be_one() -> None:

@@ -4,12 +4,16 @@ that a forward changes is changed twice."""
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
 
 import flce
 from flce import _own_loss
@@ -311,12 +315,53 @@ def test_unpatched_under_accelerates_wrapper() -> None:
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
 
 
-class FullyShardedDataParallel(nn.Module):
-    """Named as FSDP 1's class, which no CPU has."""
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("patched_first", [True, False])
+def test_an_output_layer_in_a_unit_of_fsdp_1_is_refused(patched_first: bool, use_orig_params: bool) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = tiny_model().train()
+        if patched_first:
+            flce.patch(model)
+        policy = functools.partial(lambda_auto_wrap_policy, lambda_fn=lambda module: module is model.lm_head)
+        wrapped = FullyShardedDataParallel(model, auto_wrap_policy=policy, use_orig_params=use_orig_params, device_id=torch.device("cpu"))
+        with pytest.raises(flce.ArgumentError, match="unit of its own of FSDP 1"):
+            (wrapped if patched_first else flce.patch(wrapped))(**batch())
+    finally:
+        dist.destroy_process_group()
 
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.weight = inner.weight
+
+_SMALL = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2, "dropout": 0.0}
+_SMALL |= {"encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "d_model": 16, "vocab_size": VOCAB_SIZE, "decoder_start_token_id": 3}
+_SMALL |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+
+
+def whisper() -> tuple[Any, dict[str, Tensor]]:
+    config = transformers.WhisperConfig(**_SMALL, num_mel_bins=4, max_source_positions=16, max_target_positions=32)
+    return transformers.WhisperForConditionalGeneration(config), {"input_features": torch.randn(2, 4, 32, generator=generator(3))}
+
+
+def nllb() -> tuple[Any, dict[str, Tensor]]:
+    sparse = {"num_experts": 4, "encoder_sparse_step": 1, "decoder_sparse_step": 1, "moe_token_dropout": 0.0, "router_jitter_noise": 0.0}
+    rest = {"attention_dropout": 0.0, "activation_dropout": 0.0, "encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0}
+    config = transformers.NllbMoeConfig(**_SMALL, **sparse, **rest, max_position_embeddings=64)
+    return transformers.NllbMoeForConditionalGeneration(config), {"input_ids": batch()["input_ids"]}
+
+
+@pytest.mark.parametrize("fused_head", [False, True], ids=["", "FusedLMHead"])
+@pytest.mark.parametrize("make", [whisper, nllb])
+def test_a_decoder_reads_what_the_models_module_makes_of_labels(make: Any, fused_head: bool) -> None:
+    torch.manual_seed(3)
+    own, given = make()
+    mine = copy.deepcopy(own.train())
+    if fused_head:
+        mine.set_output_embeddings(flce.FusedLMHead.from_linear(mine.get_output_embeddings(), shift=0))
+    flce.patch(mine)
+    labels = batch()["labels"].masked_fill(mask(4) == 0, -100)
+    for _ in range(2):
+        outputs = mine(**given, labels=labels)
+        torch.testing.assert_close(outputs.loss, own(**given, labels=labels).loss)
+        assert outputs.logits is None
 
 
 def of_8_bits(model: Any) -> None:
@@ -330,12 +375,6 @@ def offloaded(model: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "given", "kind", "message"),
     [
-        (
-            lambda model: setattr(model, "lm_head", FullyShardedDataParallel(model.lm_head)),
-            {},
-            flce.ArgumentError,
-            "unit of its own of FSDP 1",
-        ),
         (of_8_bits, {}, flce.ArgumentError, "int8"),
         (offloaded, {}, flce.PlacementError, "on meta"),
         (
@@ -347,7 +386,7 @@ def offloaded(model: Any) -> None:
         (lambda model: None, {"labels": torch.zeros(2, 12)}, flce.DTypeError, "labels has dtype torch.float32"),
         (lambda model: None, {"labels": torch.zeros(2, 11, dtype=torch.int64)}, flce.ShapeError, r"labels has shape \[2, 11\]"),
     ],
-    ids=["fsdp", "8 bits", "offloaded", "hook", "labels", "shape"],
+    ids=["8 bits", "offloaded", "hook", "labels", "shape"],
 )
 def test_the_cause_is_named(change: Any, given: Any, kind: type[Exception], message: str) -> None:
     model = flce.patch(tiny_model().train())
