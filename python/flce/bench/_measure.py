@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import statistics
 import time
@@ -10,12 +9,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from flce import errors
 from flce.bench import _resident
 from flce.bench._contenders import Contender, Flce, Loss, NotComparedError, Torch
 from flce.bench._problem import Inputs, Problem, Reference, make_inputs, reference, relative_error
+from flce.bench._row import Row, reason_of, run_step
 
 Progress = Callable[[str], None]
 # The largest relative errors of a right result; beyond them a row is WRONG. Above what rounding logits and gradients to the dtype costs
@@ -25,44 +24,6 @@ GRADIENT_BOUND = {"bf16": 0.1, "fp16": 0.1, "fp32": 1e-2}
 LEAST_ROUNDS, MOST_ROUNDS = 3, 100
 WARM_SECONDS = 1.0  # GEMMs before the first round on a GPU, whose clocks rise with work
 FAILURES = (Exception,)
-_OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "alloc_cpu")
-
-
-@dataclasses.dataclass
-class Row:
-    """Results of one contender at one problem."""
-
-    contender: Contender
-    status: str = "ok"  # or "skipped", "failed", "wrong"
-    reason: str = ""
-    loss: Loss | None = None
-    errors: dict[str, float] = dataclasses.field(default_factory=dict)
-    memory_bytes: int | None = None
-    memory_reason: str = ""
-    milliseconds: list[float] = dataclasses.field(default_factory=list)
-
-    def end(self, status: str, reason: str) -> None:
-        self.status, self.reason, self.loss = status, reason, None
-        self.milliseconds.clear()
-
-
-def run_step(loss: Loss, inputs: Inputs) -> Tensor:
-    """One forward, or forward and backward with gradients of its own. The loss."""
-    if not inputs.problem.trains:
-        with torch.no_grad():
-            return loss(inputs)
-    inputs.clear()
-    value = loss(inputs)
-    value.backward(torch.full_like(value, inputs.problem.upstream))
-    return value.detach()
-
-
-def reason_of(error: BaseException) -> str:
-    """A line for the table."""
-    text = (str(error).strip().splitlines() or [""])[0]
-    if isinstance(error, MemoryError | torch.OutOfMemoryError) or any(sign in str(error).lower() for sign in _OUT_OF_MEMORY):
-        return "out of memory"
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def _settle(problem: Problem, name: str) -> None:

@@ -14,13 +14,13 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-if TYPE_CHECKING:
-    from flce.bench._measure import Row
-    from flce.bench._problem import Problem
+from flce.bench import _contenders
+from flce.bench._problem import Problem, make_inputs
+from flce.bench._row import Row, reason_of, run_step
 
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 _TIMEOUT_SECONDS = 1800
@@ -28,8 +28,6 @@ _TIMEOUT_SECONDS = 1800
 
 def fill(row: Row, problem: Problem) -> None:
     """Sets the row's memory_bytes, or why there are none. A process that was killed ends the row: this one would be too."""
-    from flce.bench import _contenders
-
     contender = row.contender
     if not _CLEAR.exists():
         row.memory_reason = "not measured: needs Linux's /proc"
@@ -73,24 +71,22 @@ def _field(name: str) -> int:
 
 
 def _measured(asked: dict[str, Any]) -> dict[str, Any]:
-    from flce.bench import _contenders, _measure, _problem
-
-    problem = _problem.Problem(**asked["problem"])
+    problem = Problem(**asked["problem"])
     options = asked.get("options")
     contender = _contenders.by_name(asked["name"]) if options is None else _contenders.Flce(asked["name"], **options)
     assert contender is not None
     torch.set_num_threads(asked["threads"])
-    inputs = _problem.make_inputs(problem)
+    inputs = make_inputs(problem)
     try:
         loss = contender.prepare(problem)
-        _measure.run_step(loss, inputs)
+        run_step(loss, inputs)
         inputs.clear()
         _CLEAR.write_text("5", encoding="ascii")  # the peak starts again
         before = _field("VmRSS")
-        _measure.run_step(loss, inputs)
+        run_step(loss, inputs)
         peak = _field("VmHWM")
     except Exception as error:
-        return {"reason": _measure.reason_of(error)}
+        return {"reason": reason_of(error)}
     return {"bytes": max(0, peak - before - inputs.gradient_bytes())}
 
 
