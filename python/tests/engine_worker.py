@@ -167,8 +167,7 @@ def critic() -> None:
     returns = torch.randn(len(ids), generator=generator(0))
 
     def loss_fn(output: Any, packed_input_ids: Tensor, cu_seqlens: Tensor, returns: Tensor) -> tuple[Tensor, Any]:
-        assert output.shape == packed_input_ids.shape  # for a tensor it stands for values
-        return F.mse_loss(output, returns), {"mean": (output * 1.0).mean().item()}
+        return F.mse_loss(output.values(), returns), {}
 
     values = whole.head(whole_batch(whole, ids, cu_seqlens))[:, 0]
     expect(engine, engine.forward(ids, cu_seqlens, output="values"), values.detach())
@@ -180,12 +179,13 @@ def critic() -> None:
             torch.testing.assert_close(own[name], parameter - 0.5 * parameter.grad, rtol=1e-4, atol=1e-5)  # type: ignore[operator]
 
 
-def written_for_tensors() -> None:
-    """A loss function in the origin's manner: output is logits."""
+def of_logits() -> None:
+    """A loss function in the origin's manner: of logits."""
     engine, own, whole = made("gpipe", softcap=3.0)
     ids, cu_seqlens = batch_of(3, STEPS[0])
 
-    def loss_fn(logits: Any, packed_input_ids: Tensor, cu_seqlens: Tensor, scale: float) -> tuple[Tensor, Any]:
+    def loss_fn(output: Any, packed_input_ids: Tensor, cu_seqlens: Tensor, scale: float) -> tuple[Tensor, Any]:
+        logits = output.logits()
         assert logits.shape == (len(packed_input_ids), V)
         assert logits.dtype == torch.float32
         logp = torch.log_softmax(logits.float() / scale, dim=-1)
@@ -292,7 +292,7 @@ def cases() -> Iterator[tuple[Any, ...]]:
             yield trains, schedule, "tokens", True, 0.05
             yield forwards, schedule
         yield from ((normalizes, "micro_batches", 2.5), (normalizes, "tokens", 1.75), (counts, "labels"), (counts, "loss_mask"))
-        yield from ((critic,), (written_for_tensors,), (frozen, True), (frozen, False), (budget,), (steps_the_scheduler,))
+        yield from ((critic,), (of_logits,), (frozen, True), (frozen, False), (budget,), (steps_the_scheduler,))
         if dist.get_backend() == "gloo":
             yield from ((through_the_host, "1f1b"), (through_the_host, "zbv"))
         yield from ((nonfinite, "raise"), (nonfinite, "skip"), (refuses,), (warns_of_few_microbatches,))
