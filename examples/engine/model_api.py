@@ -74,9 +74,7 @@ def from_last_stage(engine: PipelineEngine, data: Mapping[str, Tensor] | None) -
     group, device = engine.pipeline_group, engine.device
     if engine.is_last and data is None:
         raise ValueError("data is None on the last stage, which has to have it")
-    place = torch.tensor(dist.get_rank() if engine.is_last else 0, device=device)
-    dist.all_reduce(place, group=group)  # some schedules have the last stage on the first rank
-    source = int(place)
+    source = dist.get_process_group_ranks(group)[-1]
     shapes: list[Any] = [[(name, tuple(x.shape), x.dtype) for name, x in (data or {}).items()] if engine.is_last else None]
     dist.broadcast_object_list(shapes, source, group=group, device=device)
     received = {}

@@ -26,7 +26,7 @@ def loss_of(model: Any, ids: Tensor, cu_seqlens: Tensor, lengths: list[int]) -> 
 def trains(name: str, schedule: str, tied: bool) -> None:
     model = model_of(name, tie_word_embeddings=tied)
     ranks = dist.get_world_size()
-    numbers = [dist.get_rank()] if schedule == "1f1b" else [dist.get_rank(), 2 * ranks - 1 - dist.get_rank()]
+    numbers = [dist.get_rank()] if schedule == "1f1b" else [dist.get_rank(), ranks + dist.get_rank()]
     num_stages = len(numbers) * ranks
     stages = [causal_lm_stage(copy.deepcopy(model), number, num_stages) for number in numbers]
     own = {name: parameter for stage in stages for name, parameter in stage.named_parameters()}
@@ -68,7 +68,7 @@ def cases() -> Iterator[tuple[Any, ...]]:
         ("qwen3", "1f1b", False),
         ("qwen3", "1f1b", True),
         ("gemma2", "1f1b", True),
-        ("gemma2", "zbv", True),
+        ("gemma2", "interleaved_1f1b", True),
         ("gpt2", "1f1b", True),
     )
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from flce.engine import PackedBatch, PipelineEngine, Stage
 from flce.engine._microbatches import cut
-from flce.engine._schedules import named, stages_of
+from flce.engine._schedules import SINGLE, stages_of
 
 V, D, LAYERS = 53, 16, 8
 
@@ -92,8 +92,8 @@ STEPS = ([3, 9, 4, 5, 7, 2, 6, 8], [11, 2, 2, 6, 1, 3, 3, 9, 5], [4, 4, 1, 12, 2
 
 def my_stages(schedule: str, group: Any, **options: Any) -> list[ToyStage]:
     size = dist.get_world_size(group)
-    per_rank = 1 if schedule in ("gpipe", "1f1b") else 2
-    return [ToyStage(s, per_rank * size, **options) for s in stages_of(named(schedule), dist.get_rank(group), size, per_rank)]
+    num_stages = size if schedule in SINGLE else 2 * size
+    return [ToyStage(s, num_stages, **options) for s in stages_of(schedule, dist.get_rank(group), size, num_stages)]
 
 
 def parameters(stages: list[ToyStage]) -> dict[str, nn.Parameter]:

@@ -57,7 +57,7 @@ def trains(schedule: str, normalize: str, tied: bool, clip: float | None, pipeli
     number = 1 if copies is None else dist.get_world_size(copies)
     mine = 0 if copies is None else dist.get_rank(copies)
     for step, lengths in enumerate(STEPS):
-        count = 8 if step == 0 or schedule == "dualpipev" else max(4, dist.get_world_size(pipeline))
+        count = 8 if step == 0 else max(4, dist.get_world_size(pipeline))
         batches = []
         for one in range(number):
             ids, cu_seqlens = batch_of(10 * step + one, lengths[one:] + lengths[:one])
@@ -110,7 +110,7 @@ def forwards(schedule: str) -> None:
         assert not engine.training
         expect(engine, result and result[0], mean_of_means(losses, counted, cu_seqlens, count))
         assert all(parameter.grad is None for parameter in own.values())
-        if turn % 2 == 0 and schedule not in ("dualpipev", "interleaved_zero_bubble"):  # a step between, and back
+        if turn % 2 == 0 and schedule != "interleaved_zero_bubble":  # a step between, and back
             before = {name: parameter.detach().clone() for name, parameter in own.items()}
             engine.train().train_batch(ids, cu_seqlens, sft_loss, labels=labels, num_micro_batches=max(4, dist.get_world_size()))
             assert engine.training
@@ -294,11 +294,11 @@ def cases() -> Iterator[tuple[Any, ...]]:
         yield from ((normalizes, "micro_batches", 2.5), (normalizes, "tokens", 1.75), (counts, "labels"), (counts, "loss_mask"))
         yield from ((critic,), (of_logits,), (frozen, True), (frozen, False), (budget,), (steps_the_scheduler,))
         if dist.get_backend() == "gloo":
-            yield from ((through_the_host, "1f1b"), (through_the_host, "zbv"))
+            yield from ((through_the_host, "1f1b"), (through_the_host, "interleaved_zero_bubble"))
         yield from ((nonfinite, "raise"), (nonfinite, "skip"), (refuses,), (warns_of_few_microbatches,))
         yield (tied_copies_are_kept_alike,)
     else:
-        for schedule in ("1f1b", "zbv"):
+        for schedule in ("1f1b", "interleaved_zero_bubble"):
             yield from ((with_copies, schedule, "micro_batches"), (with_copies, schedule, "tokens"))
         if dist.get_world_size() == 4:
             yield refuses_copies, _groups["pipeline"], _groups["copies"]

@@ -159,25 +159,20 @@ def test_a_checksum_sees_one_bit_and_an_exchange(dtype: torch.dtype) -> None:
     assert int(checksum(values)) != int(checksum(swapped))
 
 
-def test_where_stages_lie_in_each_schedule() -> None:
-    for schedule in _schedules.SCHEDULES.values():
-        per_rank = 1 if schedule.placement == _schedules.SINGLE else 2
-        lie = [_schedules.stages_of(schedule, rank, 4, per_rank) for rank in range(4)]
-        assert sorted(itertools.chain(*lie)) == list(range(4 * per_rank))
-        for rank, stages in enumerate(lie):
-            assert all(_schedules.rank_of(schedule, stage, 4) == rank for stage in stages)
-            _schedules.check_placement(schedule, stages, 4 * per_rank, rank, 4)
-        with pytest.raises(flce.ArgumentError, match=f"schedule '{schedule.name}' "):
-            _schedules.check_placement(schedule, lie[1], 4 * per_rank, 0, 4)
-    with pytest.raises(flce.ArgumentError, match="schedule is '2f2b'; allowed are 'gpipe', '1f1b'"):
-        _schedules.named("2f2b")
-
-
-def test_every_schedule_of_torch_is_known() -> None:
-    exported = {name for name in schedules.__all__ if name.startswith("Schedule")}
-    assert exported == {known.class_name for known in _schedules.SCHEDULES.values()}, (
-        f"{VERSION}: add it to SCHEDULES of engine/_schedules.py"
-    )
+@pytest.mark.parametrize("schedule", _schedules.SCHEDULES)
+def test_where_stages_lie_in_each_schedule(schedule: str) -> None:
+    single = schedule in _schedules.SINGLE
+    count = 4 if single else 8
+    lie = [_schedules.stages_of(schedule, rank, 4, count) for rank in range(4)]
+    assert sorted(itertools.chain(*lie)) == list(range(count))
+    assert (lie[0][0], lie[3][-1]) == (0, count - 1)
+    for rank, stages in enumerate(lie):
+        _schedules.check_placement(schedule, stages, count, rank, 4)
+    for stages, number, rank, ranks in ((lie[1], count, 0, 4), (lie[0], count + 1, 0, 4), ((0,) if not single else (0, 1), 2, 0, 1)):
+        with pytest.raises(flce.ArgumentError, match=f"schedule '{schedule}' takes {'one stage' if single else 'two or more stages'} a rank"):
+            _schedules.check_placement(schedule, stages, number, rank, ranks)
+    with pytest.raises(flce.ArgumentError, match=r"stage: rank 0 of 1 was given stages \[0, 1\] of 2"):
+        _schedules.check_placement(schedule, (0, 1), 2, 0, 1)  # two stages of one rank would send to themselves
 
 
 def test_names_of_torch_that_the_engine_relies_on_are_there() -> None:

@@ -42,8 +42,7 @@ class PipelineEngine:
         optimizer: of this rank's parameters, tied weight included, and of no others; needed for `train_batch` alone.
         data_parallel_group: the ranks that have copies of this rank's stages. Gradients are reduced over them, once a batch.
         lr_scheduler: stepped behind the optimizer, without a metric (torch's ReduceLROnPlateau is refused).
-        schedule: "gpipe", "1f1b"; with several stages a rank "interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble" (rank r of R has
-            the stages r, R + r, …), "zbv", "dualpipev" (r and 2R - 1 - r).
+        schedule: "1f1b", "gpipe"; with several stages a rank, r, R + r, … on rank r of R, "interleaved_1f1b", "interleaved_zero_bubble".
         num_micro_batches: of a batch, where a call does not say; None: the number of stages.
         normalize: "micro_batches": a batch's loss is the mean of its microbatches' losses, and gradients are averaged over data-parallel
             ranks. "tokens": losses are weighed by what they count, over data-parallel ranks too; see `train_batch`.
@@ -93,7 +92,7 @@ class PipelineEngine:
             self.data_parallel_group = _setup.copies_of(data_parallel_group)
             self.stages = _setup.stages_of(stage)
             self.num_stages = self.stages[0].num_stages
-            self.schedule = _schedules.named(schedule)
+            self.schedule = _setup.choice("schedule", schedule, tuple(_schedules.SCHEDULES))
             self.num_micro_batches = _setup.count("num_micro_batches", num_micro_batches, self.num_stages)
             self.normalize = _setup.choice("normalize", normalize, ("micro_batches", "tokens"))
             self.nonfinite = _setup.choice("nonfinite", nonfinite, ("raise", "skip"))

@@ -181,7 +181,7 @@ def _settings_of(engine: PipelineEngine) -> dict[str, Any]:
         "num_stages": engine.num_stages,
         "hidden_size": engine.stages[0].hidden_size,
         "dtype": str(engine.stages[0].dtype),
-        "schedule": engine.schedule.name,
+        "schedule": engine.schedule,
         "num_micro_batches": engine.num_micro_batches,
         "normalize": engine.normalize,
         "max_grad_norm": engine.max_grad_norm,
@@ -283,7 +283,7 @@ def _check_tied(engine: PipelineEngine, agreement: Agreement, told: list[dict[in
         )
     own = {stage.stage: stage.tied_weight for stage in engine.stages if stage.stage in found}
     weights = tuple({id(weight): weight for weight in own.values() if weight is not None}.values())
-    ranks = [agreement.ranks[_schedules.rank_of(engine.schedule, stage, len(agreement.ranks))] for stage in (0, last)]
+    ranks = (agreement.ranks[0], agreement.ranks[-1])
     peer = None
     if weights and ranks[0] != ranks[1]:
         peer = ranks[1] if 0 in own else ranks[0]
