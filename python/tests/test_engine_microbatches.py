@@ -18,7 +18,7 @@ from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.pipelining.stage import _PipelineStageBase, _RecvInfo
 
 import flce
-from flce.engine import PipelineEngine, _schedules, _torch_2_11, _torch_2_15, _transport
+from flce.engine import PipelineEngine, _schedules, _transport
 from flce.engine._agreement import checksum
 from flce.engine._microbatches import Naming, cut, kinds_of, lengths_of, split
 
@@ -184,12 +184,9 @@ def test_names_of_torch_that_the_engine_relies_on_are_there() -> None:
         "get_bwd_recv_ops",
         "get_fwd_send_ops",
         "get_bwd_send_ops",
-        "get_local_bwd_output",
-        "set_local_bwd_input",
         "forward_one_chunk",
         "backward_one_chunk",
         "backward_weight_one_chunk",
-        *([] if hasattr(PipelineStage, "register_forward_context") else ["_get_init_p2p_neighbors_ops"]),
     ):
         assert callable(getattr(PipelineStage, name)), f"{gone}: {name}"
     first = next(iter(list(inspect.signature(_PipelineStageBase.forward_one_chunk).parameters)[1:]))
@@ -216,21 +213,6 @@ def test_a_torch_that_nothing_fits_is_named(monkeypatch: pytest.MonkeyPatch) -> 
         assert engine.forward(ids, cu_seqlens) is not None
     finally:
         dist.destroy_process_group()
-
-
-def test_forward_passes_keep_nothing_on_another_torch() -> None:
-    """The module that is not of the torch at hand, on what stages of its torch have."""
-    of_2_15 = SimpleNamespace(is_last=False, _forward_chunk_states={3: SimpleNamespace(input_values=[1], live_outputs=[2])})
-    of_2_11 = SimpleNamespace(is_last=False, fwd_cache={3: ((2,), [1])})
-    for module, stage in ((_torch_2_15, of_2_15), (_torch_2_11, of_2_11)):
-        states = getattr(stage, module.STATES)
-        module.TorchStage.forget_inputs(stage, 3)
-        assert states[3] in (((2,), []), SimpleNamespace(input_values=[], live_outputs=[2]))
-        stage.is_last = True
-        module.TorchStage.forget_inputs(stage, 3)
-        assert states[3] in (((), []), SimpleNamespace(input_values=[], live_outputs=[]))
-        module.TorchStage.forget(stage, 3)
-        assert not states
 
 
 def test_a_shape_check_of_torch_that_is_not_replaced_is_seen() -> None:

@@ -71,7 +71,7 @@ class StageModule(nn.Module):
         if torch.is_grad_enabled() and not hidden.requires_grad:
             hidden = hidden.detach().requires_grad_()  # output of frozen layers alone: backward ends here
         # Schedules that split backward detach outputs in place, which a view refuses.
-        return hidden.clone() if torch.is_grad_enabled() and hidden._is_view() else hidden.contiguous()
+        return hidden.clone(memory_format=torch.contiguous_format) if torch.is_grad_enabled() else hidden.contiguous()
 
     @contextmanager
     def noting(self) -> Iterator[None]:
@@ -113,28 +113,30 @@ class EngineStage(_TorchStage):  # type: ignore[misc]
         stage = self.submod.stage
         return torch.empty(tokens, stage.hidden_size, dtype=stage.dtype, device=self.device)
 
+    def _into_new(self, ops: list[dist.P2POp], infos: tuple[Any, ...], number: int, grad: bool) -> list[dist.P2POp]:
+        """Receives into buffers of a microbatch's size."""
+        for op, info in zip(ops, infos, strict=True) if ops else ():
+            op.tensor = info.buffer = self._new(number).requires_grad_(grad)
+        return ops
+
     def _as_sent(self, ops: list[dist.P2POp]) -> list[dist.P2POp]:
         for op in ops if self._through_host else ():
             op.tensor = op.tensor.detach().cpu()
         return ops
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        ops: list[dist.P2POp] = super().get_fwd_recv_ops(fwd_chunk_id)
-        for op, info in zip(ops, self.args_recv_info[fwd_chunk_id], strict=True) if ops else ():
-            op.tensor = info.buffer = self._new(fwd_chunk_id).requires_grad_(self.has_backward)
-        return ops
+        infos = self.args_recv_info[fwd_chunk_id]
+        return self._into_new(super().get_fwd_recv_ops(fwd_chunk_id), infos, fwd_chunk_id, self.has_backward)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        ops: list[dist.P2POp] = super().get_bwd_recv_ops(bwd_chunk_id)
-        for op, info in zip(ops, self.grad_recv_info[bwd_chunk_id], strict=True) if ops else ():
-            op.tensor = info.buffer = self._new(bwd_chunk_id)
-        return ops
+        infos = self.grad_recv_info.get(bwd_chunk_id, ())
+        return self._into_new(super().get_bwd_recv_ops(bwd_chunk_id), infos, bwd_chunk_id, False)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        ops: list[dist.P2POp] = super().get_fwd_send_ops(fwd_chunk_id)
-        if not self.has_backward:
-            self.forget(fwd_chunk_id)
-        return self._as_sent(ops)
+        ops = self._as_sent(super().get_fwd_send_ops(fwd_chunk_id))
+        if not self.has_backward:  # sends under way keep their tensors themselves
+            getattr(self, _torchs.STATES).pop(fwd_chunk_id, None)
+        return ops
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         return self._as_sent(super().get_bwd_send_ops(bwd_chunk_id))
@@ -146,13 +148,13 @@ class EngineStage(_TorchStage):  # type: ignore[misc]
             output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         if not self.has_backward:
             self._let_go(self.args_recv_info[fwd_chunk_id])
-            self.forget_inputs(fwd_chunk_id)
         return output
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         if not self.has_backward:
             return
-        self._to_device(self.grad_recv_info.get(bwd_chunk_id, ()), False)
+        received = self.grad_recv_info.get(bwd_chunk_id, ())
+        self._to_device(received, False)
         self.submod.number = bwd_chunk_id
         with self.submod.noting():
             super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
@@ -161,21 +163,12 @@ class EngineStage(_TorchStage):  # type: ignore[misc]
             if gradient is None:  # the output does not hang on the input
                 gradient = self._new(bwd_chunk_id).zero_().to(self._computes_on)
             self.bwd_cache[bwd_chunk_id] = (gradient.contiguous(), *rest)
-        self._let_go(self.args_recv_info[bwd_chunk_id])
-        self._let_go(self.grad_recv_info.get(bwd_chunk_id, ()))
+        self._let_go((*self.args_recv_info[bwd_chunk_id], *received))
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         self.submod.number = bwd_chunk_id
         with self.submod.noting():
             super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
-
-    # Two stages of one rank that follow each other hand gradients on by these, also where there are none.
-    def get_local_bwd_output(self, mb_index: int) -> Any:
-        return super().get_local_bwd_output(mb_index) if self.has_backward else ()
-
-    def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
-        if self.has_backward:
-            super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
     def _to_device(self, infos: tuple[Any, ...], requires_grad: bool) -> None:
         for info in infos if self._through_host else ():
