@@ -169,7 +169,9 @@ def test_where_stages_lie_in_each_schedule(schedule: str) -> None:
     for rank, stages in enumerate(lie):
         _schedules.check_placement(schedule, stages, count, rank, 4)
     for stages, number, rank, ranks in ((lie[1], count, 0, 4), (lie[0], count + 1, 0, 4), ((0,) if not single else (0, 1), 2, 0, 1)):
-        with pytest.raises(flce.ArgumentError, match=f"schedule '{schedule}' takes {'one stage' if single else 'two or more stages'} a rank"):
+        with pytest.raises(
+            flce.ArgumentError, match=f"schedule '{schedule}' takes {'one stage' if single else 'two or more stages'} a rank"
+        ):
             _schedules.check_placement(schedule, stages, number, rank, ranks)
     with pytest.raises(flce.ArgumentError, match=r"stage: rank 0 of 1 was given stages \[0, 1\] of 2"):
         _schedules.check_placement(schedule, (0, 1), 2, 0, 1)  # two stages of one rank would send to themselves

@@ -123,7 +123,7 @@ def test_batches_that_do_not_fit_the_cache_are_refused() -> None:
         assert cache.lengths == [2]
         assert PackedBatch.of([1], CPU, cache).position_ids.tolist() == [2]
     for arguments in ((0, 3), (2, 0), (2, 1.5)):
-        with pytest.raises(errors.ArgumentError, match="must be an integer of at least 1"):
+        with pytest.raises(errors.ArgumentError, match="must be an integer of 1 or more"):
             stage.new_cache(*arguments)
     with pytest.raises(errors.ArgumentError, match="max_length is 41 tokens; the model has learned positions of 40"):
         stages_of(model_of("gpt2"), 1)[0].new_cache(1, 41)

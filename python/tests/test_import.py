@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 
@@ -63,3 +65,25 @@ def test_imported_a_second_time() -> None:
                 first.linear_cross_entropy(hidden, weight, target).backward()
                 first = loss = None
     """)
+
+
+def private_names(text: str) -> list[str]:
+    """Names of flce outside of flce.engine that begin with an underscore, in imports and behind `flce.`."""
+    used: list[str] = []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom):
+            used += [f"{'.' * node.level}{node.module or ''}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            used += [alias.name for alias in node.names]
+        elif isinstance(node, ast.Attribute):
+            used.append(ast.unparse(node))
+    ours = [name for name in used if name.startswith((".", "flce.")) and not name.startswith("flce.engine.")]
+    return [name for name in ours if any(part.startswith("_") for part in name.split("."))]
+
+
+def test_the_engine_uses_public_names_of_the_package() -> None:
+    files = list((Path(flce.__file__).parent / "engine").glob("*.py"))
+    assert {file.name: private_names(file.read_text()) for file in files} == {file.name: [] for file in files}
+    for text in ("from flce._heads import weight_of", "from flce import _heads", "import flce._native", "flce._native.library()"):
+        assert private_names(text), text
+    assert private_names("from .._heads import weight_of")

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from flce import errors
-from flce._options import LEAST_TEMPERATURE, MOST_TEMPERATURE
-from flce.engine import _setup
+from flce.engine import _checks
 from flce.engine._microbatches import Microbatch
 from flce.engine._output import HeadOutput, rows_of
 from flce.engine._stage import Stage
@@ -20,7 +19,7 @@ OUTPUTS = ("logits", "logprobs", "hidden", "entropy", "values")
 
 def check(stages: Sequence[Stage], output: Any, labels: Any, temperature: Any) -> None:
     """ArgumentError, ShapeError, DTypeError, before anything is computed: for what the output does not depend on as well."""
-    _setup.choice("output", output, OUTPUTS)
+    _checks.choice("output", output, OUTPUTS)
     rows = rows_of(stages)
     if rows is not None and (rows == 1 if output in ("logprobs", "entropy") else rows > 1 and output == "values"):
         raise errors.ArgumentError(f"output is {output!r}, and the last stage's head has {rows} rows; values are of one row, a critic's")
@@ -31,10 +30,7 @@ def check(stages: Sequence[Stage], output: Any, labels: Any, temperature: Any) -
         raise errors.DTypeError(f"labels is {got}; it must be an int64 or int32 tensor")
     if labels is not None and labels.dim() != 1:
         raise errors.ShapeError(f"labels has shape {list(labels.shape)}; it must have one dimension, as packed_input_ids")
-    if isinstance(temperature, bool) or not isinstance(temperature, (int, float)):
-        raise errors.DTypeError(f"temperature is a {type(temperature).__name__}; it must be a number")
-    if not LEAST_TEMPERATURE <= temperature <= MOST_TEMPERATURE:
-        raise errors.ArgumentError(f"temperature is {temperature}; it must be between 2^-100 and 2^100")
+    _checks.temperature(temperature)
     if temperature != 1.0 and output not in ("logprobs", "entropy"):
         raise errors.ArgumentError(f'temperature is {temperature}; it is for output="logprobs" and "entropy", and output is {output!r}')
 

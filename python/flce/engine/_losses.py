@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from flce import errors
-from flce._targets import shift_labels
-from flce.engine import _microbatches, _setup
+from flce import errors, shift_labels
+from flce.engine import _checks, _microbatches
 from flce.engine._microbatches import Microbatch
 from flce.engine._output import HeadOutput
 
@@ -133,7 +132,7 @@ def counts_of(
         if not callable(token_count):
             raise errors.DTypeError(f"token_count is a {type(token_count).__name__}; it must be a function or a tensor [{len(lengths)}]")
         for m in microbatches[:1]:
-            _setup.check_function("token_count", token_count, packed_input_ids=m.input_ids, cu_seqlens=m.batch.cu_seqlens, **m.kwargs)
+            _checks.function("token_count", token_count, packed_input_ids=m.input_ids, cu_seqlens=m.batch.cu_seqlens, **m.kwargs)
         found = [token_count(packed_input_ids=m.input_ids, cu_seqlens=m.batch.cu_seqlens, **m.kwargs) for m in microbatches]
     else:
         again = lambda microbatch, shift: int(_targets_of(microbatch, kinds, vocab_size, shift))  # noqa: E731

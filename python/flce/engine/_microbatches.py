@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from flce import errors
+from flce.engine import _checks
 from flce.engine._packed import PackedBatch
 
 
@@ -78,8 +79,7 @@ def cut(lengths: Sequence[int], num_micro_batches: int) -> tuple[int, ...]:
     """Where each microbatch's sequences start, and their number behind: runs of whole sequences, in the batch's order, whose largest number
     of tokens is the least possible. ArgumentError where there are fewer sequences than microbatches."""
     count = len(lengths)
-    if not isinstance(num_micro_batches, int) or isinstance(num_micro_batches, bool) or num_micro_batches < 1:
-        raise errors.ArgumentError(f"num_micro_batches is {num_micro_batches!r}; it must be an integer of 1 or more")
+    _checks.integer("num_micro_batches", num_micro_batches, 1)
     if count < num_micro_batches:
         raise errors.ArgumentError(
             f"the batch has {count} sequences, which are fewer than its {num_micro_batches} microbatches, and no sequence is cut: give "

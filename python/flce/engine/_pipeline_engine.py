@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from flce import errors
-from flce.engine import _forward, _generate, _losses, _microbatches, _schedules, _setup, _step, _transport
+from flce.engine import _checks, _forward, _generate, _losses, _microbatches, _schedules, _setup, _step, _transport
 from flce.engine._agreement import Agreed, Call
 from flce.engine._generate import Generated
 from flce.engine._microbatches import Microbatch, Naming
@@ -92,10 +92,12 @@ class PipelineEngine:
             self.data_parallel_group = _setup.copies_of(data_parallel_group)
             self.stages = _setup.stages_of(stage)
             self.num_stages = self.stages[0].num_stages
-            self.schedule = _setup.choice("schedule", schedule, tuple(_schedules.SCHEDULES))
-            self.num_micro_batches = _setup.count("num_micro_batches", num_micro_batches, self.num_stages)
-            self.normalize = _setup.choice("normalize", normalize, ("micro_batches", "tokens"))
-            self.nonfinite = _setup.choice("nonfinite", nonfinite, ("raise", "skip"))
+            self.schedule = _checks.choice("schedule", schedule, tuple(_schedules.SCHEDULES))
+            self.num_micro_batches = (
+                self.num_stages if num_micro_batches is None else _checks.integer("num_micro_batches", num_micro_batches, 1)
+            )
+            self.normalize = _checks.choice("normalize", normalize, ("micro_batches", "tokens"))
+            self.nonfinite = _checks.choice("nonfinite", nonfinite, ("raise", "skip"))
             self.max_grad_norm = _setup.norm(max_grad_norm)
             self.device = _setup.device_of(self.stages, device)
             self._head_options = head_options_of(head_options, memory_limit_bytes)
@@ -141,7 +143,7 @@ class PipelineEngine:
         """Sets the number for the learning-rate scheduler, which is stepped as lr_scheduler.step(version_steps) after a batch from now on:
         in reinforcement learning one version of a policy takes several optimizer steps. ArgumentError where the scheduler's step takes no
         such argument."""
-        _step.check_scheduler(self.lr_scheduler, _setup.count("version_steps", version_steps, None, least=0))
+        _step.check_scheduler(self.lr_scheduler, _checks.integer("version_steps", version_steps, 0))
         self.version_steps = version_steps
 
     def backward(self, *args: Any, **kwargs: Any) -> None:
@@ -408,7 +410,7 @@ class PipelineEngine:
             if token_count is not None and not by_tokens:
                 raise errors.ArgumentError(f'token_count is for normalize="tokens"; this engine was made with {self.normalize!r}')
             if self.is_last or not callable(loss_fn):
-                _setup.check_function("loss_fn", loss_fn, "output", packed_input_ids=ids, cu_seqlens=cu_seqlens, **kwargs)
+                _checks.function("loss_fn", loss_fn, "output", packed_input_ids=ids, cu_seqlens=cu_seqlens, **kwargs)
 
         counts = self._prepare(kind, ids, cu_seqlens, number, kwargs, naming, token_count if by_tokens else False, check)
         if counts is not None:

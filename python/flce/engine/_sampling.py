@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from flce import errors
-from flce._options import LEAST_TEMPERATURE, MOST_TEMPERATURE
+from flce.engine import _checks
 
 _MOST_NOISE = 1 << 24  #: elements of noise [rows, V] made at a time
 
@@ -49,26 +49,22 @@ class GenerationConfig:
     pad_token_id: int | None = None
 
     def __post_init__(self) -> None:
-        _check_int("max_new_tokens", self.max_new_tokens, 1)
-        _check_int("min_new_tokens", self.min_new_tokens, 0)
+        _checks.integer("max_new_tokens", self.max_new_tokens, 1)
+        _checks.integer("min_new_tokens", self.min_new_tokens, 0)
         if self.min_new_tokens > self.max_new_tokens:
             raise errors.ArgumentError(f"min_new_tokens is {self.min_new_tokens}; it must be at most max_new_tokens, {self.max_new_tokens}")
         if not isinstance(self.greedy, bool):
             raise errors.DTypeError(f"greedy is {self.greedy!r}; it must be True or False")
-        _check_number("top_p", self.top_p)
+        _checks.number("top_p", self.top_p)
         if not 0.0 < self.top_p <= 1.0:
             raise errors.ArgumentError(f"top_p is {self.top_p}; it must be above 0 and at most 1, which keeps all tokens")
         if self.top_k is not None:
-            _check_int("top_k", self.top_k, 1, " or None, which keeps all tokens")
-        _check_number("temperature", self.temperature)
-        if not LEAST_TEMPERATURE <= self.temperature <= MOST_TEMPERATURE:
-            raise errors.ArgumentError(
-                f"temperature is {self.temperature}; it must be between 2^-100 and 2^100. greedy=True is what a temperature of 0 stands for"
-            )
+            _checks.integer("top_k", self.top_k, 1, ", or None, which keeps all tokens")
+        _checks.temperature(self.temperature, ". greedy=True is what a temperature of 0 stands for")
         for token in self.eos_token_ids:
-            _check_int("eos_token_id", token, 0)
+            _checks.integer("eos_token_id", token, 0)
         if self.pad_token_id is not None:
-            _check_int("pad_token_id", self.pad_token_id, 0)
+            _checks.integer("pad_token_id", self.pad_token_id, 0)
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -86,26 +82,14 @@ class GenerationConfig:
         if not ends:
             ends = _as_tuple("tokenizer.eos_token_id", getattr(tokenizer, "eos_token_id", None))
             for token in ends:
-                _check_int("tokenizer.eos_token_id", token, 0)
+                _checks.integer("tokenizer.eos_token_id", token, 0)
         if pad is None:
             pad = getattr(tokenizer, "pad_token_id", None)
             if pad is not None:
-                _check_int("tokenizer.pad_token_id", pad, 0)
+                _checks.integer("tokenizer.pad_token_id", pad, 0)
         if pad is None:
             pad = ends[0] if ends else 0
         return ends, pad
-
-
-def _check_int(name: str, value: Any, least: int, otherwise: str = "") -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise errors.DTypeError(f"{name} is {value!r}; it must be an integer of at least {least}{otherwise}")
-    if value < least:
-        raise errors.ArgumentError(f"{name} is {value}; it must be at least {least}{otherwise}")
-
-
-def _check_number(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise errors.DTypeError(f"{name} is {value!r}; it must be a number")
 
 
 def _as_tuple(name: str, value: Any) -> tuple[Any, ...]:
@@ -118,57 +102,19 @@ def _as_tuple(name: str, value: Any) -> tuple[Any, ...]:
     return tuple(value)
 
 
-# Other names in transformers' GenerationConfig. A value of the first table's changes no token; anything else is refused.
-_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "num_beams": (1,),
-    "num_beam_groups": (1,),
-    "num_return_sequences": (1,),
-    "diversity_penalty": (0.0,),
-    "penalty_alpha": (0.0,),
-    "repetition_penalty": (1.0,),
-    "encoder_repetition_penalty": (1.0,),
-    "no_repeat_ngram_size": (0,),
-    "encoder_no_repeat_ngram_size": (0,),
-    "guidance_scale": (1.0,),
-    "bad_words_ids": ([],),
-    "force_words_ids": ([],),
-    "constraints": ([],),
-    "sequence_bias": ({}, []),
-    "suppress_tokens": ([],),
-    "begin_suppress_tokens": ([],),
-    "forced_bos_token_id": (),
-    "forced_eos_token_id": (),
-    "exponential_decay_length_penalty": (),
-    "remove_invalid_values": (False,),
-    "watermarking_config": (),
-    "token_healing": (False,),
-    "dola_layers": (),
-    "stop_strings": ([],),
-    "max_time": (),
-    "cache_implementation": ("dynamic", "static", "hybrid", "sliding_window", "offloaded", "offloaded_static", "offloaded_hybrid"),
-    "output_scores": (False,),
-    "output_logits": (False,),
-    "output_attentions": (False,),
-    "output_hidden_states": (False,),
+# Values of attributes of transformers' config that change no token, beside None, an empty list and the class's own default.
+_NEUTRAL: dict[str, Any] = {
+    **dict.fromkeys(("num_beams", "num_beam_groups", "num_return_sequences", "guidance_scale"), 1),
+    **dict.fromkeys(("repetition_penalty", "encoder_repetition_penalty", "typical_p"), 1),
+    **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "diversity_penalty", "penalty_alpha"), 0),
+    **dict.fromkeys(("remove_invalid_values", "token_healing", "min_p", "epsilon_cutoff", "eta_cutoff"), 0),
 }
-_UNSUPPORTED_IN_SAMPLING: dict[str, tuple[Any, ...]] = {
-    "min_p": (0.0,),
-    "top_h": (),
-    "typical_p": (1.0,),
-    "epsilon_cutoff": (0.0,),
-    "eta_cutoff": (0.0,),
-}
+_OF_SAMPLING = {"typical_p", "min_p", "top_h", "epsilon_cutoff", "eta_cutoff"}
 _READ = {"max_new_tokens", "min_new_tokens", "do_sample", "temperature", "top_k", "top_p", "eos_token_id", "pad_token_id"}
 _WITHOUT_EFFECT = {
     *("max_length", "min_length"),  # given beside max_new_tokens and min_new_tokens, which go before them
     *("early_stopping", "length_penalty"),  # options of beams
-    *("use_cache", "cache_config", "max_cache_len", "prefill_chunk_size", "low_memory", "compile_config", "disable_compile"),
-    *("continuous_batching_config", "return_dict_in_generate", "renormalize_logits", "transformers_version", "bos_token_id"),
-    "decoder_start_token_id",
-    # Drafts that the model itself checks: quicker, the same distribution.
-    *("use_mtp", "is_assistant", "num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold"),
-    *("prompt_lookup_num_tokens", "max_matching_ngram_size", "assistant_early_exit", "assistant_lookbehind", "target_lookbehind"),
-    *("assistant_ensemble_weight", "speculation_type"),
+    *("use_cache", "cache_implementation", "return_dict_in_generate", "bos_token_id", "decoder_start_token_id", "transformers_version"),
 }
 _TRANSFORMERS_TOP_K = 50  #: default for a config whose top_k is None
 
@@ -185,7 +131,7 @@ def as_generation_config(config: Any) -> GenerationConfig:
         raise errors.DTypeError(f"gconfig is a {kind}; it must be a flce.engine.GenerationConfig or a transformers.GenerationConfig")
     given = {name: value for name, value in vars(config).items() if not name.startswith("_") and value is not None}
     sampled = bool(given.get("do_sample", False))
-    _refuse_unsupported(given, sampled, {name: value for name, value in vars(type(config)()).items() if value is not None})
+    _refuse_unsupported(given, sampled, type(config)())
     if "max_new_tokens" not in given:
         raise errors.ArgumentError("gconfig.max_new_tokens is None; set it: max_length, which counts a prompt's tokens, is not supported")
     if given.get("min_length", 0) and "min_new_tokens" not in given:
@@ -208,15 +154,13 @@ def as_generation_config(config: Any) -> GenerationConfig:
     )
 
 
-def _refuse_unsupported(given: dict[str, Any], sampled: bool, defaults: dict[str, Any]) -> None:
-    unsupported = _UNSUPPORTED | _UNSUPPORTED_IN_SAMPLING if sampled else _UNSUPPORTED
-    known = _UNSUPPORTED.keys() | _UNSUPPORTED_IN_SAMPLING.keys() | _READ | _WITHOUT_EFFECT
+def _refuse_unsupported(given: dict[str, Any], sampled: bool, defaults: Any) -> None:
+    ignored = _READ | _WITHOUT_EFFECT | (set() if sampled else _OF_SAMPLING)
     for name, value in given.items():
-        if name in unsupported and value not in unsupported[name]:
-            allowed = " or ".join(map(repr, (None, *unsupported[name])))
+        neutral = [_NEUTRAL[name]] if name in _NEUTRAL else []
+        if name not in ignored and value not in (*neutral, [], {}, getattr(defaults, name, None)):
+            allowed = " or ".join(map(repr, (None, *neutral)))
             raise errors.ArgumentError(f"gconfig.{name} is {value!r}, which flce.engine does not support; it must be {allowed}")
-        if name not in known and (name not in defaults or value != defaults[name]):
-            raise errors.ArgumentError(f"gconfig.{name} is {value!r}, an attribute that flce.engine does not know; it must be None")
 
 
 def filtered(logits: Tensor, config: GenerationConfig, ends: Sequence[int], position: int) -> Tensor:

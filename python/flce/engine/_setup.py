@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import re
 from collections.abc import Sequence
@@ -70,50 +69,10 @@ def stages_of(stage: Any) -> tuple[Stage, ...]:
     return stages
 
 
-def choice(name: str, value: Any, allowed: Sequence[str]) -> str:
-    if value not in allowed:
-        raise errors.ArgumentError(f"{name} is {value!r}; allowed are {', '.join(map(repr, allowed))}")
-    return str(value)
-
-
-def count(name: str, value: Any, default: int | None, *, least: int = 1) -> int:
-    if value is None and default is not None:
-        return default
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise errors.ArgumentError(f"{name} is {value!r}; it must be an integer of {least} or more")
-    return value
-
-
 def norm(value: Any) -> float | None:
     if value is not None and (not isinstance(value, (int, float)) or isinstance(value, bool) or math.isnan(value) or value <= 0):
         raise errors.ArgumentError(f'max_grad_norm is {value!r}; it must be a positive number (float("inf") measures alone) or None')
     return value
-
-
-def why_not_called(function: Any, *arguments: Any, **keywords: Any) -> str | None:
-    """Why `function` cannot be called with these, by its signature; None where it can, or has none."""
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):  # not a Python function
-        return None
-    try:
-        signature.bind(*arguments, **keywords)
-    except TypeError as error:
-        return str(error)
-    return None
-
-
-def check_function(name: str, function: Any, *arguments: Any, **keywords: Any) -> None:
-    """DTypeError, ArgumentError where `function`, the argument `name`, cannot be called with these. An exception in it would end the
-    engine, as other ranks wait by then."""
-    given = ", ".join([*map(str, arguments), *(f"{keyword}=" for keyword in keywords)])
-    if not callable(function):
-        raise errors.DTypeError(f"{name} is a {type(function).__name__}; it must be a function of {given}")
-    refused = why_not_called(function, *arguments, **keywords)
-    if refused is not None:
-        raise errors.ArgumentError(
-            f"{name} cannot be called as {name}({given}): {refused}. Keywords are packed_input_ids, cu_seqlens and those of the call"
-        )
 
 
 def group_of(group: dist.ProcessGroup | None) -> dist.ProcessGroup:

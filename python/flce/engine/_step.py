@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from flce import errors
-from flce.engine import _reduce, _setup
+from flce.engine import _checks, _reduce
 from flce.engine._agreement import Agreed
 from flce.engine._losses import Counts, Losses
 
@@ -29,7 +29,7 @@ def check(engine: PipelineEngine) -> None:
         raise errors.ArgumentError("train_batch needs an optimizer; this engine was made without one")
     check_scheduler(engine.lr_scheduler, engine.version_steps)
     # Its class's: a scheduler wraps the object's step in a function whose signature has `self`.
-    refused = _setup.why_not_called(getattr(type(optimizer), "step", None), optimizer)
+    refused = _checks.why_not_called(getattr(type(optimizer), "step", None), optimizer)
     if refused is not None:
         raise errors.ArgumentError(f"optimizer is a {type(optimizer).__name__}, whose step cannot be called as step(): {refused}")
     own = {id(parameter) for parameter in engine.parameters()}
@@ -53,7 +53,7 @@ def check_scheduler(scheduler: Any, version_steps: int | None) -> None:
         raise errors.ArgumentError(f"lr_scheduler is a {kind}, whose step takes a metric; step it yourself, behind train_batch")
     if not callable(getattr(scheduler, "step", None)):
         raise errors.ArgumentError(f"lr_scheduler is a {kind}, which has no step()")
-    refused = _setup.why_not_called(scheduler.step, *(() if version_steps is None else (version_steps,)))
+    refused = _checks.why_not_called(scheduler.step, *(() if version_steps is None else (version_steps,)))
     if refused is not None:
         given = "" if version_steps is None else f"{version_steps}"
         why = "" if version_steps is None else "; set_version_steps is for schedulers that take it"

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from flce import errors, huggingface
-from flce.engine import _attention, _plan
+from flce.engine import _attention, _checks, _plan
 from flce.engine._cache import KVCache
 from flce.engine._packed import PackedBatch
 from flce.engine._stage import Stage
@@ -115,8 +115,7 @@ class CausalLMStage(Stage):
     def new_cache(self, num_sequences: int, max_length: int) -> KVCache:
         """Raises ArgumentError: a number below 1, or more tokens than the model's positions allow in a cache."""
         for name, value in (("num_sequences", num_sequences), ("max_length", max_length)):
-            if not isinstance(value, int) or value < 1:
-                raise errors.ArgumentError(f"{name} is {value!r}; it must be an integer of at least 1")
+            _checks.integer(name, value, 1)
         self._check_length(max_length, "max_length is")
         if _depends_on_length(self._rotary):
             known = _original_length(self._rotary)
