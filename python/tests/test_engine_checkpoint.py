@@ -17,12 +17,13 @@ from typing import Any
 
 import pytest
 import torch
+from killed_support import killed_everywhere
 from levels import first_quick
 from torch import Tensor
 
 from flce import errors
 from flce.engine import _shard, _shard_command, merge_checkpoint, shard_checkpoint
-from flce.engine._checkpoint_files import INDEX_NAME, NAMES, TIED_BY_DEFAULT
+from flce.engine._checkpoint_files import INDEX_NAME, NAMES, TIED_BY_DEFAULT, open_checkpoint
 from flce.engine._plan import plan_stages
 
 transformers = pytest.importorskip("transformers")
@@ -457,7 +458,21 @@ def test_a_killed_run_leaves_no_half_file_and_the_next_succeeds(large: Path, tmp
     shutil.rmtree(tmp_path / "out")
 
 
-@pytest.mark.full
+def test_a_run_killed_anywhere_leaves_the_old_checkpoint_or_the_new_one(tmp_path: Path) -> None:
+    folder, out = synthetic(tmp_path / "in", llama_tensors()), tmp_path / "out"
+    shard_checkpoint(folder, out, 2)
+    deaths = set()
+    for _ in killed_everywhere(lambda: shard_checkpoint(folder, out, 1, overwrite=True)):
+        found = open_checkpoint(out)
+        assert found.layout is not None
+        assert_same_bits(tensors_of(found.folder), tensors_of(folder))
+        deaths.add((found.folder.name, found.layout.num_stages))
+        again = shard_checkpoint(folder, out, 2, overwrite=True)
+        assert sorted(os.listdir(tmp_path)) == ["in", "out"]
+        assert open_checkpoint(out).folder == out and again["stages"]
+    assert deaths == {("out", 2), (".out.flce-old", 2), ("out", 1)}
+
+
 def test_help_tells_both_directions() -> None:
     ended = command("--help")
     assert ended.returncode == 0

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from killed_support import killed_everywhere
 from torch import Tensor, nn
 
 from flce import errors
@@ -192,6 +193,24 @@ def test_a_failed_save_leaves_the_state_before(tmp_path: Path, monkeypatch: pyte
                 save_state(parts, tmp_path, step)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000001"]
     assert load_state(parts, tmp_path).step == 1
+
+
+def test_a_save_killed_anywhere_loses_no_state(tmp_path: Path) -> None:
+    """State 2 is saved again, and state 1 goes."""
+    parts, other = parts_of(1), parts_of(2)
+    save_state(parts, tmp_path, 1)
+    save_state(parts, tmp_path, 2)
+    firsts = [next(each.stages[0].parameters()).detach().clone() for each in (parts, other)]
+    found = set()
+    for _ in killed_everywhere(lambda: save_state(other, tmp_path, 2, keep=1)):
+        loaded = parts_of(3)
+        assert load_state(loaded, tmp_path).step == 2
+        (which,) = [n for n, first in enumerate(firsts) if torch.equal(first, next(loaded.stages[0].parameters()))]
+        found.add(which)
+        save_state(parts, tmp_path, 1)
+        save_state(parts, tmp_path, 2)
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000001", "step-00000002"]
+    assert found == {0, 1}
 
 
 def other_group() -> TrainingParts:

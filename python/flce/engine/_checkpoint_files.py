@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from flce.engine._plan import NAMES, Names, StagePlan, balance
+from flce.engine._replacement import present
 from flce.engine._safetensors import TensorEntry, read_header
 from flce.errors import ArgumentError, CheckpointError
 
@@ -138,7 +139,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 def open_checkpoint(folder: str | os.PathLike[str]) -> Checkpoint:
     """The checkpoint in a folder of Hugging Face's layout, sharded into stages or not. CheckpointError where there is none."""
-    folder = Path(folder)
+    folder = present(Path(folder))
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder; a checkpoint is a folder with {SINGLE_NAME} or {INDEX_NAME}")
     single, index = folder / SINGLE_NAME, folder / INDEX_NAME

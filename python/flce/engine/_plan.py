@@ -7,11 +7,13 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from flce import errors
+from flce.engine._replacement import present
 
 
 @dataclass(frozen=True)
@@ -154,9 +156,10 @@ def config_of(config: Any) -> Any:
     from transformers import AutoConfig, PretrainedConfig
 
     if isinstance(config, (str, os.PathLike)):
-        if not os.path.isfile(os.path.join(config, "config.json")):
+        folder = present(Path(config))
+        if not (folder / "config.json").is_file():
             raise errors.ArgumentError(f"config is {os.fspath(config)!r}; a path must be a folder that has a config.json")
-        config = AutoConfig.from_pretrained(os.fspath(config), local_files_only=True)
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
     if not isinstance(config, PretrainedConfig):
         raise errors.ArgumentError(
             f"config is a {type(config).__name__}; it must be a config of transformers or a folder with a config.json"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import shutil
 from pathlib import Path
@@ -10,17 +9,30 @@ from types import TracebackType
 
 from flce.errors import ArgumentError, CheckpointError
 
-_AT_FDCWD = -100
-_RENAME_EXCHANGE = 2
 #: a folder that `overwrite` replaces has one of these; anything else is not a checkpoint, and is not removed
 MARKS = ("model.safetensors", "model.safetensors.index.json", "flce-state.json")
 
 
+def partial(target: Path) -> Path:
+    """The folder in which the one that is to take `target`'s place is written."""
+    return target.parent / f".{target.name}.flce-partial"
+
+
+def present(target: Path) -> Path:
+    """The folder to read for `target`: itself, or what it was where a process was killed between the two renames of a replacement."""
+    old = _old(target)
+    return old if not os.path.lexists(target) and old.is_dir() else target
+
+
+def _old(target: Path) -> Path:
+    return target.parent / f".{target.name}.flce-old"
+
+
 class Replacement:
     """A folder that takes another's place whole. Files are written into `folder`, a sibling of `target` whose name begins with a dot;
-    `commit` renames it to `target`. Leaving the `with` block without `commit` removes it. The remains of a killed process are removed by
-    the next one for the same target; two processes that write one target at a time are told apart by a lock, and the second one gets a
-    CheckpointError.
+    `commit` renames `target` away, and `folder` to `target`. Leaving the `with` block without `commit` removes it. The remains of a killed
+    process are removed by the next one for the same target, but for a target that was renamed away, which gets its name back and is found
+    by `present` before. Two processes that write one target at a time are told apart by a lock, and the second one gets a CheckpointError.
 
     ArgumentError: a target that exists and is not empty, unless `overwrite` is set and it is a checkpoint. It stays as it is until
     `commit`.
@@ -28,18 +40,22 @@ class Replacement:
 
     def __init__(self, target: str | os.PathLike[str], *, overwrite: bool = False):
         self.target = Path(os.path.realpath(target))
-        self.folder = self.target.parent / f".{self.target.name}.flce-partial"
+        self.folder = partial(self.target)
         self._overwrite = overwrite
-        self._old = self.target.parent / f".{self.target.name}.flce-old"
+        self._old = _old(self.target)
         self._lock: int | None = None
         check_target(self.target, overwrite=overwrite)
 
     def __enter__(self) -> Replacement:
-        self.target.parent.mkdir(parents=True, exist_ok=True)
         try:
+            self.target.parent.mkdir(parents=True, exist_ok=True)
             self._take()
         except OSError as error:
+            self.__exit__(None, None, None)
             raise CheckpointError(f"{self.folder} cannot be written: {error.strerror or error}") from error
+        except ArgumentError:
+            self.__exit__(None, None, None)
+            raise
         return self
 
     def _take(self) -> None:
@@ -50,44 +66,29 @@ class Replacement:
             if not try_lock(self._lock):
                 self._unlock()
                 raise CheckpointError(f"another process is writing {self.target}: it holds {self.folder}")
-            if _same(self._lock, self.folder):
+            if self.folder.exists() and os.path.samestat(os.fstat(self._lock), os.stat(self.folder)):
                 break
             self._unlock()  # its last owner renamed or removed it in between
-        if self._old.exists() and not self.target.exists():
-            os.rename(self._old, self.target)  # its process was killed between two renames
+        if present(self.target) != self.target:
+            os.rename(self._old, self.target)
+            check_target(self.target, overwrite=self._overwrite)
         shutil.rmtree(self._old, ignore_errors=True)
         for left in self.folder.iterdir():
             shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
 
     def commit(self) -> None:
-        """Gives the folder its name. An older one is gone afterwards."""
+        """Gives the folder its name. An older one is gone afterwards. Every file in it has to be on the disk already."""
         sync_folder(self.folder)
         check_target(self.target, overwrite=self._overwrite)
-        replaced = self.target.is_dir() and any(self.target.iterdir())
         try:
-            if replaced:
-                self._exchange()
-            else:
-                os.rename(self.folder, self.target)
+            if self.target.is_dir() and any(self.target.iterdir()):
+                os.rename(self.target, self._old)
+            os.rename(self.folder, self.target)
         except OSError as error:
             raise CheckpointError(f"{self.target} cannot be made of {self.folder}: {error.strerror or error}") from error
         sync_folder(self.target.parent)
-        if replaced:
-            shutil.rmtree(self._old, ignore_errors=True)
+        shutil.rmtree(self._old, ignore_errors=True)
         self._unlock()
-
-    def _exchange(self) -> None:
-        """Puts the folder in the target's place and the target in `_old`: in one step where the system can exchange names (Linux)."""
-        try:
-            rename = ctypes.CDLL(None, use_errno=True).renameat2
-        except AttributeError:
-            rename = None
-        names = _AT_FDCWD, os.fsencode(self.folder), _AT_FDCWD, os.fsencode(self.target)
-        if rename is not None and rename(*names, _RENAME_EXCHANGE) == 0:
-            os.rename(self.folder, self._old)
-            return
-        os.rename(self.target, self._old)
-        os.rename(self.folder, self.target)
 
     def _unlock(self) -> None:
         if self._lock is not None:
@@ -96,6 +97,8 @@ class Replacement:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._lock is not None:  # not committed
+            if present(self.target) != self.target:
+                os.rename(self._old, self.target)
             shutil.rmtree(self.folder, ignore_errors=True)
             self._unlock()
 
@@ -123,13 +126,6 @@ def try_lock(descriptor: int) -> bool:
     except (ImportError, OSError):  # a file system without locks: processes have to keep off each other's targets
         pass
     return True
-
-
-def _same(descriptor: int, folder: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(descriptor), os.stat(folder))
-    except FileNotFoundError:
-        return False
 
 
 def sync_folder(folder: Path) -> None:

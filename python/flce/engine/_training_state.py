@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from flce.engine import _random_state
 from flce.engine._checkpoint_files import read_json
 from flce.engine._collective import Group, gather, rank_of, shared_folder, size_of, step
-from flce.engine._replacement import replace_text, try_lock, write_text
+from flce.engine._replacement import present, replace_text, try_lock, write_text
 from flce.engine._stage import Stage
 from flce.errors import ArgumentError, CheckpointError, DTypeError, ShapeError
 
@@ -273,8 +273,12 @@ def _point_to(folder: Path, keep: int) -> None:
         reverse=True,
     )
     for path in older[keep - 1 :]:
-        shutil.rmtree(path.rename(directory / f".{path.name}.flce-old"))  # a half removed folder is no state
-    for left in (*directory.glob(".step-*.flce-partial"), *directory.glob(".step-*.flce-old")):
+        shutil.rmtree(path.rename(directory / f".{path.name}.flce-gone"))  # a half removed folder is no state
+    for left in directory.glob(".step-*.flce-*"):
+        state = directory / left.name[1:].split(".")[0]
+        if present(state) == left:
+            left.rename(state)  # a process was killed when it replaced it
+            continue
         descriptor = os.open(left, os.O_RDONLY)
         try:
             if try_lock(descriptor):
@@ -299,7 +303,7 @@ def _read(engine: Trained, directory: Path, step: int | None) -> dict[str, Any]:
     number = latest_step(directory) if step is None else step
     if number is None:
         raise CheckpointError(f"{directory} has no state: there is no file {LATEST!r} in it")
-    folder = directory / name_of(number)
+    folder = present(directory / name_of(number))
     told = read_json(folder / MANIFEST)
     if told.get("format") != FORMAT:
         raise CheckpointError(f"{folder} has format {told.get('format')!r}; this version of flce reads format {FORMAT}")
