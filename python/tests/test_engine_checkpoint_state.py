@@ -13,7 +13,7 @@ from killed_support import killed_everywhere
 from torch import Tensor, nn
 
 from flce import errors
-from flce.engine import PackedBatch, Stage, TrainingParts, _training_state, latest_step, load_state, save_state
+from flce.engine import PackedBatch, Stage, TrainingParts, latest_step, load_state, save_state
 
 
 class Dropping(Stage):
@@ -90,20 +90,6 @@ def test_an_interrupted_training_equals_an_uninterrupted_one(tmp_path: Path, kin
     assert_equal(resumed, whole)
 
 
-def test_parameters_are_found_by_name_when_their_order_has_changed(tmp_path: Path) -> None:
-    whole = parts_of(1)
-    train(whole, 2)
-    save_state(whole, tmp_path, 2)
-    expected = train(whole, 2)
-    resumed = parts_of(2)
-    assert resumed.optimizer is not None
-    for group in resumed.optimizer.param_groups:
-        group["params"].reverse()
-    load_state(resumed, tmp_path)
-    assert train(resumed, 2) == expected
-    assert_equal(resumed, whole)
-
-
 def test_wide_moments_of_narrow_parameters_stay_wide(tmp_path: Path) -> None:
     whole = parts_of(1, dtype=torch.bfloat16)
     assert whole.optimizer is not None
@@ -157,9 +143,9 @@ def test_older_states_go_and_the_latest_is_named(tmp_path: Path) -> None:
     with pytest.raises(errors.CheckpointError, match=r"step-00000007.*does not exist"):
         load_state(parts, tmp_path, step=7)
     for wrong in ("1", -1, True, 1.0):
-        with pytest.raises(errors.ArgumentError, match=r"step is .*; it must be a whole number"):
+        with pytest.raises(errors.ArgumentError, match=r"step is .*; it must be an integer of 0 or more"):
             load_state(parts, tmp_path, step=wrong)  # type: ignore[arg-type]
-        with pytest.raises(errors.ArgumentError, match=r"step is .*; it must be a whole number"):
+        with pytest.raises(errors.ArgumentError, match=r"step is .*; it must be an integer of 0 or more"):
             save_state(parts, tmp_path, wrong)  # type: ignore[arg-type]
     save_state(parts, tmp_path, 12)
     (tmp_path / ".step-00000099.flce-partial").mkdir()
@@ -221,6 +207,13 @@ def other_group() -> TrainingParts:
     return parts
 
 
+def other_order() -> TrainingParts:
+    parts = parts_of(1)
+    assert parts.optimizer is not None
+    parts.optimizer.param_groups[0]["params"].reverse()
+    return parts
+
+
 def without(part: str) -> TrainingParts:
     parts = parts_of(1)
     setattr(parts, part, None)
@@ -237,6 +230,7 @@ MISMATCHES: dict[str, tuple[Any, type[Exception], str]] = {
         r"optimizer torch.optim.adamw.AdamW.*has torch.optim.sgd.SGD",
     ),
     "groups": (other_group, errors.CheckpointError, r"optimizer group 0 has other parameters: saved but not here \['0:layers.3.weight'\]"),
+    "order": (other_order, errors.CheckpointError, "optimizer group 0 has its parameters in another order"),
     "no scheduler": (
         lambda: without("lr_scheduler"),
         errors.CheckpointError,
@@ -287,47 +281,25 @@ class Odd(torch.Tensor):
     pass
 
 
-@pytest.mark.parametrize(
-    ("value", "says"),
-    [
-        (defaultdict(list), r"state\['extra'\]\['x'\] is a collections.defaultdict"),
-        (List(), r"state\['extra'\]\['x'\] is a .*List"),
-        (torch.zeros(2).as_subclass(Odd), r"state\['extra'\]\['x'\] is a .*Odd"),
-    ],
-)
-def test_what_cannot_be_loaded_leaves_the_state_before(tmp_path: Path, value: Any, says: str) -> None:
+@pytest.mark.parametrize("value", [defaultdict(list), List(), torch.zeros(2).as_subclass(Odd), object()])
+def test_what_cannot_be_loaded_leaves_the_state_before(tmp_path: Path, value: Any) -> None:
     parts = parts_of(1)
     train(parts, 1)
     save_state(parts, tmp_path, 1, keep=1, extra=OrderedDict(x=(1, [2.0])))
-    with pytest.raises(errors.ArgumentError, match=says):
+    with pytest.raises(errors.CheckpointError, match="could not be read again: Weights only load failed"):
         save_state(parts, tmp_path, 2, keep=1, extra={"x": value})
     assert parts.optimizer is not None
-    weight = next(iter(parts.optimizer.state))
-    parts.optimizer.state[weight]["history"] = value
-    with pytest.raises(errors.ArgumentError, match=r"state\['optimizer'\]\['state'\]\['0:layers.*'history'\] is a "):
-        save_state(parts, tmp_path, 2, keep=1)
-    parts.optimizer.state[weight] = {}
-    parts.optimizer.state["all"] = {"x": 1}  # type: ignore[index]
-    with pytest.raises(errors.ArgumentError, match="optimizer: its state has 'all', which is none of its parameters"):
+    parts.optimizer.state[next(iter(parts.optimizer.state))]["history"] = value
+    with pytest.raises(errors.CheckpointError, match="could not be read again: Weights only load failed"):
         save_state(parts, tmp_path, 2, keep=1)
     assert load_state(parts_of(1), tmp_path).extra == {"x": (1, [2.0])}
 
 
-def test_what_was_written_is_read_before_older_states_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    parts = parts_of(1)
-    save_state(parts, tmp_path, 1, keep=1)
-    monkeypatch.setattr(_training_state, "check_plain", lambda *_: None)
-    with pytest.raises(errors.CheckpointError, match="could not be read again"):
-        save_state(parts, tmp_path, 2, keep=1, extra=object())
-    assert load_state(parts, tmp_path).step == 1
-
-
-def test_what_cannot_be_read_back_is_not_saved(tmp_path: Path) -> None:
+def test_what_is_no_training_is_not_saved(tmp_path: Path) -> None:
     parts = parts_of(1)
     foreign = parts_of(1)
     foreign.optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(3))], lr=1.0)
     for given, options, message in (
-        (parts, {"extra": {"loader": object()}}, r"state\['extra'\]\['loader'\] is a builtins.object"),
         (parts, {"step": -1}, "step is -1"),
         (parts, {"keep": 0}, "keep is 0"),
         (foreign, {}, r"parameter 0 of group 0, of shape \[3\], is not one of stage 0"),

@@ -9,20 +9,12 @@ from flce.engine._output import HeadOutput
 from flce.engine._packed import PackedBatch
 from flce.engine._plan import StagePlan, plan_stages
 from flce.engine._sampling import GenerationConfig
+from flce.engine._shard import merge_checkpoint, shard_checkpoint
 from flce.engine._stage import Stage
+from flce.engine._stage_files import LoadReport, load_stage
+from flce.engine._stage_save import save_stage
+from flce.engine._training_state import RestoredState, TrainingParts, latest_step, load_state, save_state
 from flce.engine.causal_lm import CausalLMStage, causal_lm_stage
-from flce.engine.checkpoint import (
-    LoadReport,
-    RestoredState,
-    TrainingParts,
-    latest_step,
-    load_stage,
-    load_state,
-    merge_checkpoint,
-    save_stage,
-    save_state,
-    shard_checkpoint,
-)
 
 if TYPE_CHECKING:
     from flce.engine._generate import Generated

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flce.engine._plan import NAMES, Names, StagePlan, balance
-from flce.engine._replacement import present
-from flce.engine._safetensors import TensorEntry, read_header
+from flce.engine._plan import Names, balance
+from flce.engine._replacement import present, write_text
+from flce.engine._safetensors import Entry, read_entries
 from flce.errors import ArgumentError, CheckpointError
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 #: number in the index's "flce" metadata; another number is refused
 FORMAT = 1
-#: model types that transformers ties where config.json does not say it
-TIED_BY_DEFAULT = {"gemma2", "gpt2"}
-#: buffers that older versions of transformers wrote, and that models compute themselves
-COMPUTED = re.compile(r"\.attn\.(masked_)?bias$|\.rotary_emb\.inv_freq$")
 #: files with weights, which are converted or left behind, never copied along
 WEIGHTS = re.compile(r"\.(safetensors|safetensors\.index\.json|bin|bin\.index\.json|pt|pth|ckpt|h5|msgpack|gguf|onnx|tflite|npz)$")
 
@@ -67,13 +64,12 @@ class Checkpoint:
     files: dict[str, str]
     layout: Layout | None
 
-    def entries(self, names: Sequence[str] | None = None) -> dict[str, TensorEntry]:
-        """Where the tensors lie, all or those named. CheckpointError where files and index contradict each other."""
+    def entries(self, names: Sequence[str] | None = None) -> dict[str, Entry]:
+        """The tensors, all or those named. CheckpointError where files and index contradict each other."""
         wanted = self.files if names is None else {name: self.files[name] for name in names}
-        found: dict[str, TensorEntry] = {}
+        found: dict[str, Entry] = {}
         for file in dict.fromkeys(wanted.values()):
-            header = read_header(self.folder / file)
-            for entry in header.entries:
+            for entry in read_entries(self.folder / file):
                 if self.files.get(entry.name) != file:
                     other = self.files.get(entry.name)
                     said = f"is in {other} according to the index" if other else "is not in the index"
@@ -85,34 +81,20 @@ class Checkpoint:
                 raise CheckpointError(f"{self.folder / file}: tensor {name!r} is not there, and the index says it is")
         return found
 
-    def metadata(self) -> dict[str, str]:
-        """Metadata that the headers of all files have alike, with {"format": "pt"} at least."""
-        told = [read_header(self.folder / file).metadata for file in dict.fromkeys(self.files.values())]
-        common = {key: value for key, value in (told[0] if told else {}).items() if all(other.get(key) == value for other in told)}
-        return {"format": "pt"} | common
-
     def stage_names(self, stage: int) -> list[str]:
         """The tensors in the files of a stage of a sharded checkpoint."""
         assert self.layout is not None
         beginning = stage_prefix(stage, self.layout.num_stages)
         return [name for name, file in self.files.items() if file.startswith(beginning)]
 
-    def config(self) -> dict[str, Any]:
-        return read_json(self.folder / "config.json")
 
-    def along(self) -> tuple[list[str], list[str]]:
-        return along(self.folder, {INDEX_NAME, *self.files.values()})
-
-
-def along(folder: Path, known: Collection[str] = ()) -> tuple[list[str], list[str]]:
-    """Files in a folder beside `known`: those to copy along (config, generation config, tokenizer) and those left behind (other weights,
-    hidden files, folders)."""
+def along(folder: Path) -> tuple[list[str], list[str]]:
+    """Files in a folder that are copied along (config, generation config, tokenizer), and the rest: weights, hidden files, folders."""
     copied: list[str] = []
     left: list[str] = []
     for path in sorted(folder.iterdir()):
-        if path.name not in known:
-            plain = path.is_file() and not path.name.startswith(".") and not WEIGHTS.search(path.name)
-            (copied if plain else left).append(path.name)
+        plain = path.is_file() and not path.name.startswith(".") and not WEIGHTS.search(path.name)
+        (copied if plain else left).append(path.name)
     return copied, left
 
 
@@ -120,8 +102,26 @@ def stage_prefix(stage: int, num_stages: int) -> str:
     return f"model-stage-{stage:02d}-of-{num_stages:02d}-"
 
 
-def stage_file(stage: int, num_stages: int, shard: int, num_shards: int) -> str:
-    return f"{stage_prefix(stage, num_stages)}shard-{shard:02d}-of-{num_shards:02d}.safetensors"
+def files_of_stage(stage: int, num_stages: int, entries: Sequence[Entry], num_files: int) -> dict[str, list[Entry]]:
+    """A stage's files, balanced by bytes, and the tensors of each."""
+    if not 1 <= num_files <= len(entries):
+        raise ArgumentError(f"shards_per_stage is {num_files}; stage {stage} has {len(entries)} tensors, so 1 to {len(entries)} files")
+    starts = balance([entry.num_bytes for entry in entries], 0, 0, num_files)
+    beginning = stage_prefix(stage, num_stages)
+    return {
+        f"{beginning}shard-{n:02d}-of-{num_files:02d}.safetensors": list(entries[start:end])
+        for n, (start, end) in enumerate(itertools.pairwise(starts))
+    }
+
+
+def write_index(folder: Path, written: Iterable[tuple[str, str, int, int]], layout: Layout | None) -> None:
+    """written: name, file, elements and bytes of each tensor."""
+    ordered = sorted(written)
+    metadata: dict[str, Any] = {"total_parameters": sum(each[2] for each in ordered), "total_size": sum(each[3] for each in ordered)}
+    if layout is not None:
+        metadata["flce"] = layout.to_json()
+    content = {"metadata": metadata, "weight_map": {name: file for name, file, *_ in ordered}}
+    write_text(folder / INDEX_NAME, json.dumps(content, indent=2) + "\n")
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -146,7 +146,7 @@ def open_checkpoint(folder: str | os.PathLike[str]) -> Checkpoint:
     if single.exists() and index.exists():
         raise CheckpointError(f"{folder} has both {SINGLE_NAME} and {INDEX_NAME}; remove the one that does not belong to it")
     if single.exists():
-        return Checkpoint(folder, {entry.name: SINGLE_NAME for entry in read_header(single).entries}, None)
+        return Checkpoint(folder, {entry.name: SINGLE_NAME for entry in read_entries(single)}, None)
     if not index.exists():
         others = sorted(path.name for path in folder.iterdir() if WEIGHTS.search(path.name))[:3]
         raise CheckpointError(
@@ -173,63 +173,12 @@ def _of_index(folder: Path, index: Path) -> Checkpoint:
     return Checkpoint(folder, files, layout)
 
 
-@dataclass(frozen=True)
-class Family:
-    """Names that a checkpoint's config.json implies."""
-
-    names: Names
-    tied: bool
-    num_layers: int
-    prefix: str  #: beginning of every name but the heads': "" or, for a checkpoint of the bare model, "transformer."
-
-    def canonical(self, name: str) -> str:
-        """The name that the causal language model's modules have for a tensor of this checkpoint."""
-        return name if name.startswith(("lm_head.", "score.")) else self.prefix + name
-
-
-def family_of(checkpoint: Checkpoint) -> Family:
-    """ArgumentError for a model type that has no stages."""
-    config = checkpoint.config()
-    model_type = config.get("model_type")
-    if model_type not in NAMES:
-        raise ArgumentError(f"{checkpoint.folder}: model_type is {model_type!r}; stages are made of {', '.join(sorted(NAMES))}")
-    names = NAMES[model_type]
-    num_layers = config.get("num_hidden_layers", config.get("n_layer"))
-    if not isinstance(num_layers, int):
-        raise CheckpointError(f"{checkpoint.folder / 'config.json'} does not say how many layers the model has")
+def prefix_of(names: Names, files: Collection[str]) -> str:
+    """What a checkpoint of the bare model (GPT-2's on the hub) leaves out before its names: "" or "transformer."."""
     root = names.layer.split(".")[0] + "."
-    bare = not any(name.startswith(root) for name in checkpoint.files)
-    return Family(names, bool(config.get("tie_word_embeddings", model_type in TIED_BY_DEFAULT)), num_layers, root if bare else "")
+    return "" if any(name.startswith(root) for name in files) else root
 
 
-def plan_from_headers(family: Family, entries: Mapping[str, TensorEntry], num_stages: int) -> StagePlan:
-    """The plan that `plan_stages` makes of the config, from the sizes that the headers tell: no model is made. ArgumentError for a tensor
-    that belongs to no stage, CheckpointError where layers are missing."""
-    names = family.names
-    whole = StagePlan(names, (0, family.num_layers), family.tied)
-    layers = [0] * family.num_layers
-    sizes: dict[str, int] = {}
-    for name, entry in entries.items():
-        canonical = family.canonical(name)
-        whole.stages_of(canonical)
-        if COMPUTED.search(canonical):
-            continue
-        number = re.match(re.escape(names.layer) + r"(\d+)\.", canonical)
-        if number is not None:
-            layers[int(number[1])] += entry.num_elements
-        else:
-            sizes[canonical] = entry.num_elements
-    if 0 in layers:
-        raise CheckpointError(
-            f"the checkpoint has no parameters of layer {layers.index(0)}, and config.json says {family.num_layers} layers"
-        )
-    embedding = sizes.get(names.embedding, sizes.get(names.head))
-    if embedding is None:
-        raise CheckpointError(f"the checkpoint has no {names.embedding!r}")
-    sizes.setdefault(names.embedding, embedding)
-    sizes.setdefault(names.head, embedding)  # tied, or a critic of the language model's stages
-
-    def total(prefixes: tuple[str, ...]) -> int:
-        return sum(size for name, size in sizes.items() if name.startswith(prefixes) and not name.startswith("score."))
-
-    return StagePlan(names, balance(layers, total(names.first), total(names.last), num_stages), family.tied)
+def canonical(prefix: str, name: str) -> str:
+    """The name that the causal language model's modules have for a tensor of a checkpoint."""
+    return name if name.startswith(("lm_head.", "score.")) else prefix + name

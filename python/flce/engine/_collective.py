@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
-import uuid
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from flce.engine._replacement import Replacement, write_text
+from flce.engine._replacement import Replacement, partial
 from flce.errors import CheckpointError
 
 T = TypeVar("T")
 Group = dist.ProcessGroup | None
-_TOKEN = "flce-token"
 
 
 def rank_of(group: Group) -> int:
@@ -66,61 +62,32 @@ def step(groups: Sequence[Group], action: Callable[[], T]) -> T:
     return result  # type: ignore[no-any-return]
 
 
-@dataclass(frozen=True)
-class SharedFolder:
-    """A folder in the making that the ranks of all groups write into. `commit` gives it its name."""
-
-    groups: Sequence[Group]
-    folder: Path
-    replacement: Replacement | None  #: on the first rank of all
-
-    @property
-    def is_first(self) -> bool:
-        return self.replacement is not None
-
-    def commit(self, action: Callable[[Path], object]) -> None:
-        """Runs `action` on the first rank when the others have written, then gives the folder its name. An error is raised on all ranks."""
-
-        def finish() -> None:
-            if self.replacement is not None:
-                (self.folder / _TOKEN).unlink()
-                action(self.folder)
-                self.replacement.commit()
-
-        step(self.groups, finish)
-
-
-@contextlib.contextmanager
-def shared_folder(groups: Sequence[Group], target: str | os.PathLike[str], *, overwrite: bool) -> Iterator[SharedFolder]:
-    """A `Replacement` for `target` that the first rank of all groups makes. CheckpointError on all ranks where one does not see it."""
+def write_together(
+    groups: Sequence[Group],
+    target: str | os.PathLike[str],
+    *,
+    overwrite: bool,
+    write: Callable[[Path], object],
+    finish: Callable[[Path], object],
+) -> None:
+    """Makes a folder of which every rank of the groups writes a part, and the first rank of all finishes it and gives it its name. An error
+    of one rank is raised on all, and nothing is left."""
     with contextlib.ExitStack() as stack:
+        first = not any(rank_of(group) for group in groups)
+        made = step(groups, lambda: stack.enter_context(Replacement(target, overwrite=overwrite)) if first else None)
+        folder = partial(Path(os.path.realpath(target)))
 
-        def begin() -> tuple[Replacement, str] | None:
-            if any(rank_of(group) for group in groups):
-                return None
-            replacement = stack.enter_context(Replacement(target, overwrite=overwrite))
-            token = uuid.uuid4().hex
-            write_text(replacement.folder / _TOKEN, token)
-            return replacement, token
+        def write_own() -> None:
+            try:
+                write(folder)
+            except OSError as error:
+                where = "" if folder.is_dir() else "; is it on a file system that all ranks share?"
+                raise CheckpointError(f"{folder} was not written: {error}{where}") from error
 
-        made = step(groups, begin)
-        place = None if made is None else (made[0].folder, made[1])
-        for group in groups:
-            place = next((told for told in gather(group, place) if told is not None), None)
-        assert place is not None
-        step(groups, lambda: _wait_for(*place))
-        yield SharedFolder(groups, place[0], None if made is None else made[0])
+        def commit() -> None:
+            if made is not None:
+                finish(folder)
+                made.commit()
 
-
-def _wait_for(folder: Path, token: str, seconds: float = 30.0) -> None:
-    """Waits until this rank sees the folder that the first one has made; a network's file system may take a moment."""
-    until = time.monotonic() + seconds
-    while True:
-        try:
-            if (folder / _TOKEN).read_text() == token:
-                return
-        except OSError:
-            pass
-        if time.monotonic() > until:
-            raise CheckpointError(f"{folder}, which the first rank has made, is not on this rank's file system; ranks have to share one")
-        time.sleep(0.1)
+        step(groups, write_own)
+        step(groups, commit)
