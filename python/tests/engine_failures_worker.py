@@ -22,7 +22,7 @@ from flce.engine import PackedBatch, PipelineEngine
 
 RANKS = 3
 # Event, stage, and whether this process keeps the store, as torchrun does; else rank 0 keeps it.
-SCENARIOS = (("kill", 0, True), ("kill", 1, True), ("kill", 0, False), ("module", 1, True), ("backward", 1, False), ("loss", 2, True))
+SCENARIOS = (("kill", 0, True), ("kill", 1, True), ("kill", 0, False), ("module", 1, True), ("backward", 1, True), ("loss", 2, True))
 
 
 class Failing(ToyStage):

@@ -116,15 +116,15 @@ def tied_copies_are_kept_alike() -> None:
             assert caught.value.stage == 1
 
     weight.requires_grad_(engine.is_first)
-    refused("requires_grad: True on rank 0 of them and False on rank 1")
+    refused("requires_grad or options of the optimizer")
     weight.requires_grad_()
     decay = {"params": [weight], "weight_decay": 0.0 if engine.is_first else 0.1}
     engine.optimizer = torch.optim.AdamW([decay, {"params": [p for p in stage.parameters() if p is not weight]}], lr=0.01)
-    refused("weight_decay: 0.0 on rank 0 of them and 0.1 on rank 1")
+    refused("requires_grad or options of the optimizer")
     with pytest.raises(flce.PipelineError, match=r"tied_weight .* differ in requires_grad or options of the optimizer"):
         PipelineEngine(stage, None, engine.optimizer)
     engine.optimizer = torch.optim.SGD([p for p in stage.parameters() if p is not weight or engine.is_first], lr=0.01)
-    refused("optimizer's group: None on rank|optimizer: 'SGD' on rank 0 of them and None on rank 1")
+    refused("requires_grad or options of the optimizer")
     engine.optimizer = torch.optim.SGD(stage.parameters(), lr=0.01)
     with torch.no_grad():
         weight[0, 0] += float(engine.is_last)
@@ -174,32 +174,25 @@ def refuses_copies(pipeline: Any, copies: Any) -> None:
         made(stage)
     assert caught.value.stage == 0
     copy = int(rank > 1)
-    for options, says in (
-        ({"max_grad_norm": 1.0 + copy}, f"stage {rank % 2} is stepped otherwise .* max_grad_norm: 1.0 on rank 0 of them and 2.0 on rank 1"),
-        ({"normalize": ("tokens", "micro_batches")[copy]}, f"stage {rank % 2} .* normalize: 'tokens' on rank 0 of them and 'micro"),
-    ):
-        with pytest.raises(flce.PipelineError, match=says):
+    parted = r"data-parallel copies are stepped otherwise \(normalize, .*their parameters would part"
+    for options in ({"max_grad_norm": 1.0 + copy}, {"normalize": ("tokens", "micro_batches")[copy]}):
+        with pytest.raises(flce.PipelineError, match=parted):
             made(ToyStage(rank % 2, 2), **options)
     stage = ToyStage(rank % 2, 2)
     stage.layers["5" if rank % 2 else "0"].requires_grad_(rank < 3)
-    with pytest.raises(
-        flce.PipelineError, match=r"stage 1 is .* group of stage 1's layers.5: \(True, None\) on rank 0 of them and \(False"
-    ):
+    with pytest.raises(flce.PipelineError, match=parted):
         made(stage)
     stage.layers.requires_grad_()
     engine = made(stage, optimizer=torch.optim.SGD(stage.parameters(), lr=0.1))
     engine.train_batch(ids, cu_seqlens, sft_loss, labels=ids)
     optimizer = engine.optimizer
-    for change, says in (
-        (lambda: setattr(engine, "max_grad_norm", 1.0 + copy), "stage 0 .* max_grad_norm: 1.0 on rank 0 of them and 2.0 on rank 1"),
-        (lambda: stage.layers.requires_grad_(rank < 3), r"stage 1 .* stage 1's layers.4: \(True, 0\) .* and \(False, 0\)"),
-        (
-            lambda: optimizer.param_groups[0].update(lr=0.2 - 0.1 * (rank == 2)),
-            "stage 0 is .* options of the optimizer's group 0: .*'lr': 0.2",
-        ),
+    for change in (
+        lambda: setattr(engine, "max_grad_norm", 1.0 + copy),
+        lambda: stage.layers.requires_grad_(rank < 3),
+        lambda: optimizer.param_groups[0].update(lr=0.2 - 0.1 * (rank == 2)),
     ):
         change()
-        with pytest.raises(flce.PipelineError, match=says + ".*their parameters would part. Nothing was computed"):
+        with pytest.raises(flce.PipelineError, match=parted + ". Nothing was computed"):
             engine.train_batch(ids, cu_seqlens, sft_loss, labels=ids)
         engine.max_grad_norm = None
         stage.layers.requires_grad_()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import flce
 from flce.engine import _agreement
-from flce.engine._agreement import WHAT, Agreed, Agreement, Call, Stepping, checksum, differing
+from flce.engine._agreement import WHAT, Agreed, Agreement, Call, Stepping, checksum
 
 CPU = torch.device("cpu")
 IDS = torch.arange(6)
@@ -24,13 +24,13 @@ def call(**changes: Any) -> Call:
         "lengths": (2, 4),
         "packed_input_ids": IDS,
         "keywords": {"positions": torch.zeros(6)},
-        "stepping": Stepping({"normalize": "tokens"}, {"lr": 1}, {}, {}),
+        "stepping": Stepping(7, 1, {}, {}),
     }
     return Call(**(given | changes))
 
 
-def tied(what: str = "same", weight: Tensor | None = None, end: int = 0) -> Stepping:
-    return Stepping({"normalize": "tokens"}, {"lr": 1}, {end: {"optimizer": what}}, {} if weight is None else {end: weight})
+def tied(what: int = 3, weight: Tensor | None = None, end: int = 0) -> Stepping:
+    return Stepping(7, 1, {end: what}, {} if weight is None else {end: weight})
 
 
 class Ranks:
@@ -43,7 +43,6 @@ class Ranks:
         )
         self.others = others
         monkeypatch.setattr(_agreement.dist, "all_gather", self.all_gather)
-        monkeypatch.setattr(_agreement.dist, "all_gather_object", self.all_gather_object)
 
     def all_gather(self, rows: list[Tensor], row: Tensor, group: Any) -> None:
         for place, other in zip(rows, (row, *self.rows(row)), strict=True):
@@ -51,9 +50,6 @@ class Ranks:
 
     def rows(self, row: Tensor) -> list[Tensor]:
         return [torch.zeros_like(row) if other is None else other.row(CPU, (0, 3)) for other in self.others]
-
-    def all_gather_object(self, gathered: list[Any], value: Any, group: Any) -> None:
-        gathered[:] = [value, *(other.stepping.tied for other in self.others if other is not None and other.stepping)]
 
     def refusal(self, mine: Call | None = None) -> str:
         def prepare() -> Call:
@@ -87,7 +83,7 @@ def test_ranks_called_alike_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
         (WHAT[5], {"keywords": {}}),
         (WHAT[5], {"keywords": {"positions": torch.zeros(5)}}),
         (WHAT[5], {"keywords": {"positions": torch.zeros(6, dtype=torch.int64)}}),
-        (WHAT[6], {"stepping": Stepping({"normalize": "sequences"}, {"lr": 1}, {}, {})}),
+        (WHAT[6], {"stepping": Stepping(8, 1, {}, {})}),
         (WHAT[6], {"stepping": None}),
     ],
 )
@@ -107,7 +103,8 @@ def test_copies_of_a_tied_weight_are_compared(monkeypatch: pytest.MonkeyPatch) -
     weight = torch.tensor([1.0, 2.0])
     for mine, other, says in (
         (tied(), tied(end=3), ""),
-        (tied("adam"), tied("sgd", end=3), "optimizer: 'adam' on rank 0 of them and 'sgd' on rank 1"),
+        (tied(4), tied(5, end=3), "differ in requires_grad or options of the optimizer"),
+        (tied(), Stepping(7, 1, {}, {}), "differ in requires_grad or options of the optimizer"),
         (tied(weight=weight), tied(weight=weight.clone(), end=3), ""),
         (tied(weight=weight), tied(weight=weight.flip(0), end=3), "differ in values"),
         (tied(weight=weight), tied(end=3), ""),  # compared now and then: not in this call
@@ -126,13 +123,6 @@ def test_a_checksum_is_of_bits_and_their_places() -> None:
     for dtype in (torch.bfloat16, torch.float64, torch.int8, torch.bool):
         assert checksum(torch.tensor([0, 1]).to(dtype)) != checksum(torch.tensor([1, 0]).to(dtype))
     assert checksum(torch.tensor([1], dtype=torch.int32)) == 1
-
-
-def test_the_first_difference_is_told_with_both_values() -> None:
-    assert differing([{"a": 1, "b": 2}, {"a": 1, "b": 2}]) is None
-    assert differing([{"a": 1}, {"a": 1}, {"a": 2}]) == "a: 1 on rank 0 of them and 2 on rank 2"
-    assert differing([{"a": 1}, {"a": 1, "b": 3}]) == "b: None on rank 0 of them and 3 on rank 1"
-    assert differing([{"a": 1, "b": 3}, {"a": 1}]) == "b: 3 on rank 0 of them and None on rank 1"
 
 
 def test_a_refusal_is_told_to_the_other_ranks_and_copies(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,9 +16,6 @@ from flce import errors
 from flce.engine._transport import on_device
 
 _made: dict[str, int] = {}
-_GRACE_SECONDS = 3.0  # time within which a rank that failed has said so
-_LINGER_SECONDS = 10.0
-_GONE = "gone or does not answer"
 
 WHAT = (
     "the call and its options",
@@ -30,6 +25,10 @@ WHAT = (
     "packed_input_ids",
     "the keywords",
     "normalize, max_grad_norm or nonfinite",
+)
+NOT_ALIKE = (
+    "data-parallel copies are stepped otherwise (normalize, max_grad_norm, nonfinite, requires_grad, the optimizer's groups or their "
+    "options); their parameters would part"
 )
 _TIED = 4  # numbers of a row for each end of the pipeline that may have a tied weight
 
@@ -48,15 +47,15 @@ def digest(text: str) -> int:
 
 @dataclass(frozen=True)
 class Stepping:
-    """Settings by which copies of a parameter are stepped. Copies that start alike stay alike where these are the same.
+    """Settings by which copies of a parameter are stepped, as digests. Copies that start alike stay alike where these are the same.
 
-    settings: the engine's. copy: settings that this rank's data-parallel copies must have alike, by name. tied: settings of a tied weight,
-    by stage. weights: tied weights whose values are to be compared, by stage.
+    settings: the engine's. copy: what this rank's data-parallel copies must have alike. tied: what a tied weight's copies must, by stage.
+    weights: tied weights whose values are to be compared, by stage.
     """
 
-    settings: Mapping[str, Any]
-    copy: Mapping[str, Any]
-    tied: Mapping[int, Mapping[str, Any]]
+    settings: int
+    copy: int
+    tied: Mapping[int, int]
     weights: Mapping[int, Tensor]
 
 
@@ -76,25 +75,14 @@ class Call:
         """ends: the first stage and the last."""
         shapes = {name: (list(v.shape), str(v.dtype)) if isinstance(v, Tensor) else () for name, v in sorted(self.keywords.items())}
         known = [digest(self.kind), self.num_micro_batches, len(self.lengths), digest(repr(tuple(self.lengths))), 0, digest(repr(shapes))]
-        with_what = self.stepping or Stepping({}, {}, {}, {})
-        copy = [digest(repr(part)) for part in (with_what.settings, with_what.copy)]
-        tied = [[int(end in with_what.tied), digest(repr(with_what.tied.get(end))), int(end in with_what.weights), 0] for end in ends]
-        row = torch.tensor([1, *known, *copy, *tied[0], *tied[1]], dtype=torch.int64, device=device)
+        with_what = self.stepping or Stepping(0, 0, {}, {})
+        tied = [[int(end in with_what.tied), with_what.tied.get(end, 0), int(end in with_what.weights), 0] for end in ends]
+        row = torch.tensor([1, *known, with_what.settings, with_what.copy, *tied[0], *tied[1]], dtype=torch.int64, device=device)
         row[1 + WHAT.index("packed_input_ids")] = checksum(self.packed_input_ids)
         for place, end in ((-_TIED - 1, ends[0]), (-1, ends[1])):
             if end in with_what.weights:
                 row[place] = checksum(with_what.weights[end])
         return row
-
-
-def differing(told: Sequence[Mapping[str, Any]]) -> str | None:
-    """The first thing that is not alike, and what it is on the first rank and on another."""
-    for rank, other in enumerate(told):
-        for name in (*told[0], *other):
-            one, two = told[0].get(name), other.get(name)
-            if one != two:
-                return f"{name}: {one!r} on rank 0 of them and {two!r} on rank {rank}"
-    return None
 
 
 def checksum(tensor: Tensor) -> Tensor:
@@ -106,10 +94,6 @@ def checksum(tensor: Tensor) -> Tensor:
         places = torch.arange(1, 2 * part.numel(), 2, device=tensor.device)
         total += (part.to(torch.int64) * places).sum() * (2 * number + 1)
     return total
-
-
-def not_alike(who: str, what: str) -> str:
-    return f"{who} is stepped otherwise on some of its data-parallel ranks, {what}; their parameters would part"
 
 
 class Agreement:
@@ -131,7 +115,6 @@ class Agreement:
         self.parted = False  # whether a tied weight's copies were found to differ
         self._store: Any = None
         self._calls = 0
-        self._unanswered: list[Any] = []
 
     @property
     def name(self) -> str:
@@ -171,39 +154,35 @@ class Agreement:
         rows = [torch.empty_like(row) for _ in self.ranks]
         dist.all_gather(rows, row, group=self.group)
         table = torch.stack(rows).tolist()
-        problem = problem or self._difference(table, key) or self._tied_difference(table, call)
+        problem = problem or self._difference(table, key) or self._tied_difference(table)
         if copies is not None:
             if problem is not None:
                 self.tell(own, str(problem), key)
-            problem = self._copies_difference(table, call, copies, key, problem)
+            problem = self._copies_difference(table, copies, key, problem)
         if problem is not None:
             raise Agreed(problem)
 
-    def _tied_difference(self, table: list[list[int]], call: Call | None) -> errors.PipelineError | None:
+    def _tied_difference(self, table: list[list[int]]) -> errors.PipelineError | None:
         """Compares the copies of a tied weight, which the first and the last stage have."""
         first, last = (
             next((row[begin : begin + _TIED] for row in table if row[begin]), [0] * _TIED)
             for begin in (len(table[0]) - 2 * _TIED, len(table[0]) - _TIED)
         )
-        if first[1] != last[1]:
-            assert call is not None and call.stepping is not None
-            told = {end: what for part in self.gather(call.stepping.tied) for end, what in part.items()}
-            what = differing([told.get(end, {"tied_weight": None}) for end in self.ends])
-        elif first[2] and last[2]:
+        if first[:2] == last[:2]:
+            if not (first[2] and last[2]):
+                return None
             self.parted = first[3] != last[3]
-            what = "values" if self.parted else None
-        else:
-            return None
-        if what is None:
-            return None
+            if not self.parted:
+                return None
+        what = "values" if first[:2] == last[:2] else "requires_grad or options of the optimizer"
         return errors.PipelineError(
-            f"tied_weight of stage {self.ends[0]} (rank 0 of the two) and of stage {self.ends[1]} differ in {what}; they must be copies of "
-            "one parameter, trained alike. Nothing was computed",
+            f"tied_weight of stage {self.ends[0]} and of stage {self.ends[1]} differ in {what}; they must be copies of one parameter, "
+            "trained alike. Nothing was computed",
             self.ends[1],
         )
 
     def _copies_difference(
-        self, table: list[list[int]], call: Call | None, copies: dist.ProcessGroup, key: str, problem: Exception | None
+        self, table: list[list[int]], copies: dist.ProcessGroup, key: str, problem: Exception | None
     ) -> Exception | None:
         """Compares data-parallel ranks. A problem of one is a problem of all."""
         own = self.stages[self.rank][0]
@@ -214,12 +193,7 @@ class Agreement:
         if problem is None and not fine:
             return errors.PipelineError(f"another data-parallel rank refused its batch{self._told_of(key)}. Nothing was computed", own)
         if problem is None and least != -most:
-            assert call is not None and call.stepping is not None
-            told: list[Any] = [None] * dist.get_world_size(copies)
-            dist.all_gather_object(told, call.stepping.copy, group=copies)
-            here = self.gather(differing(told))
-            rank = next(rank for rank, what in enumerate(here) if what is not None)
-            return errors.PipelineError(not_alike(self.says(rank), here[rank]) + ". Nothing was computed", self.stages[rank][0])
+            return errors.PipelineError(f"{NOT_ALIKE}. Nothing was computed")
         return problem
 
     def _told_of(self, key: str) -> str:
@@ -261,58 +235,10 @@ class Agreement:
             return None
 
     def reason(self, error: BaseException) -> errors.PipelineError:
-        """Why a wait on another rank ended with `error`: what the rank that failed has told, or else which rank's connection is broken."""
-        until = time.monotonic() + _GRACE_SECONDS
-        told = self.told()
-        while told is None and time.monotonic() < until:
-            time.sleep(0.05)
-            told = self.told()
-        if told is None:
-            told = self._told_by_connections()
-        if told is None:
-            return errors.PipelineError(f"{self.says(self.rank)} could not exchange data with another stage: {error}")
-        self.linger(told[1])
-        return errors.PipelineError(f"{told[1]} (seen by {self.says(self.rank)}: {_first_line(error)})", None if told[0] < 0 else told[0])
-
-    def _told_by_connections(self) -> tuple[int, str] | None:
-        """Finds the ranks whose connections are broken. A single one is told to the others. Among several, some may have raised and ended:
-        only their own words tell them from a rank that was killed."""
-        gone = [rank for rank in range(len(self.ranks)) if rank != self.rank and self._is_broken(rank)]
-        told = self.told()
-        if told is not None or not gone:
-            return told
-        names = " and ".join(self.says(rank) for rank in gone)
-        if len(gone) > 1:
-            return -1, f"{names} are gone or do not answer"
-        self.tell(self.stages[gone[0]][0], f"{names} is {_GONE}")
-        return self.told() or (self.stages[gone[0]][0], f"{names} is {_GONE}")
-
-    def linger(self, message: str) -> None:
-        """Counts this rank among those that know. The rank whose process keeps the store waits a while for the others, who read it there;
-        under torchrun its agent keeps it."""
-        others = len(self.ranks) - (1 if message.endswith(_GONE) else 0)
-        try:
-            seen = self._store.add(f"seen {self.name}", 1)
-            if dist.get_rank() != 0 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-                return
-            until = time.monotonic() + _LINGER_SECONDS
-            while seen < others and time.monotonic() < until:
-                time.sleep(0.05)
-                seen = self._store.add(f"seen {self.name}", 0)
-        except Exception:
-            pass  # the store is gone, and with it who could be waited for
-
-    def _is_broken(self, rank: int) -> bool:
-        """Whether the connection to a rank is broken: gloo refuses to use it. The number asked for here is never sent and never waited
-        for."""
-        if on_device(self.group):
-            return False
-        awaited = torch.zeros(1, device="cpu")
-        try:
-            self._unanswered.append((awaited, dist.irecv(awaited, src=self.ranks[rank], group=self.group, tag=1 << 20)))
-        except Exception:
-            return True
-        return False
+        """Why a wait on another rank ended with `error`: what the first rank that failed, or that saw a connection broken, has told."""
+        self.tell(-1, f"{self.says(self.rank)} could not exchange data with another stage, which is gone or does not answer")
+        stage, message = self.told() or (-1, f"{self.says(self.rank)} could not exchange data with another stage")
+        return errors.PipelineError(f"{message} (seen by {self.says(self.rank)}: {_first_line(error)})", None if stage < 0 else stage)
 
 
 def _first_line(error: BaseException) -> str:

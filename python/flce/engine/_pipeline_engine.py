@@ -88,7 +88,8 @@ class PipelineEngine:
         self.lr_scheduler = lr_scheduler
         self.last_grad_norm: float | None = None
         self.version_steps: int | None = None
-        with _setup.Held() as held:
+        refused: Exception | None = None
+        try:
             self.data_parallel_group = _setup.copies_of(data_parallel_group)
             self.stages = _setup.stages_of(stage)
             self.num_stages = self.stages[0].num_stages
@@ -101,7 +102,9 @@ class PipelineEngine:
             self.max_grad_norm = _setup.norm(max_grad_norm)
             self.device = _setup.device_of(self.stages, device)
             self._head_options = head_options_of(head_options, memory_limit_bytes)
-        self._agreement, self._tied = _setup.meet(self, held.error)
+        except Exception as error:  # the other ranks hear of it first
+            refused = error
+        self._agreement, self._tied = _setup.meet(self, refused)
         self._modules = [_transport.StageModule(stage) for stage in self.stages]
         self._made: dict[tuple[bool, int], Any] = {}
         self._microbatches: list[Microbatch] = []
@@ -348,7 +351,6 @@ class PipelineEngine:
             own = own.__cause__
         message = f"stage {stage} failed{where}: {type(own).__name__}: {own}"
         self._agreement.tell(stage, message)
-        self._agreement.linger(message)
         return errors.PipelineError(message, stage)
 
     def _prepare(

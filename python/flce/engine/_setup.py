@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from flce import errors
 from flce.engine import _schedules
-from flce.engine._agreement import Agreement, Stepping, checksum, differing, not_alike
+from flce.engine._agreement import NOT_ALIKE, Agreement, Stepping, checksum, digest
 from flce.engine._output import vocab_size_of
 from flce.engine._stage import Stage
 
@@ -26,11 +26,12 @@ _OLDEST_TORCH = (2, 11)
 
 @dataclass(frozen=True)
 class Tied:
-    """The copies of a tied weight that this rank has (none, one, or both), and the rank, counted among all, that has the other one."""
+    """This rank's copy of a tied weight, if it has one; the rank, counted among all, that has the other one; and whether a norm leaves this
+    one out."""
 
-    weights: tuple[nn.Parameter, ...] = ()
-    peer: int | None = None
-    counted: nn.Parameter | None = None  #: the copy whose gradient a norm leaves out
+    weight: nn.Parameter | None = None
+    peer: int = 0
+    uncounted: bool = False
 
 
 def check_torch() -> None:
@@ -41,22 +42,6 @@ def check_torch() -> None:
         )
     if not dist.is_available() or not dist.is_initialized():
         raise errors.ArgumentError("PipelineEngine needs torch.distributed: call torch.distributed.init_process_group() first (torchrun)")
-
-
-class Held:
-    """Holds back a block's error as `error` until other ranks have heard of it."""
-
-    def __init__(self) -> None:
-        self.error: Exception | None = None
-
-    def __enter__(self) -> Held:
-        return self
-
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> bool:
-        if not isinstance(error, Exception):
-            return False
-        self.error = error
-        return True
 
 
 def stages_of(stage: Any) -> tuple[Stage, ...]:
@@ -183,23 +168,22 @@ def stepping_of(engine: PipelineEngine, with_values: bool) -> Stepping:
     """Settings by which copies of this rank's parameters are stepped; with_values: a tied weight's values are compared too."""
     groups = [(group, _options_of(engine.optimizer, group)) for group in getattr(engine.optimizer, "param_groups", ())]
     numbers = {id(parameter): number for number, (group, _) in enumerate(groups) for parameter in group["params"]}
-    settings = {name: getattr(engine, name) for name in ("normalize", "max_grad_norm", "nonfinite")}
-    copy = settings | {f"options of the optimizer's group {number}": options for number, (_, options) in enumerate(groups)}
+    settings = [getattr(engine, name) for name in ("normalize", "max_grad_norm", "nonfinite")]
+    parameters = [
+        (name, parameter.requires_grad, numbers.get(id(parameter)))
+        for stage in engine.stages
+        for name, parameter in stage.named_parameters()
+    ]
     weights = {stage.stage: stage.tied_weight for stage in engine.stages if stage.num_stages > 1 and stage.tied_weight is not None}
     tied = {}
     for end, weight in weights.items():
-        options = groups[numbers[id(weight)]][1] if id(weight) in numbers else {"optimizer's group": None}
-        tied[end] = {"requires_grad": weight.requires_grad, **options}
-    for stage in engine.stages:
-        for name, parameter in stage.named_parameters():
-            copy[f"requires_grad and the optimizer's group of stage {stage.stage}'s {name}"] = (
-                parameter.requires_grad,
-                numbers.get(id(parameter)),
-            )
-    return Stepping(settings, copy, tied, weights if with_values else {})
+        options = groups[numbers[id(weight)]][1] if id(weight) in numbers else None
+        tied[end] = digest(repr((weight.requires_grad, options)))
+    copy = digest(repr((settings, [options for _, options in groups], parameters)))
+    return Stepping(digest(repr(settings)), copy, tied, weights if with_values else {})
 
 
-def _options_of(optimizer: Any, group: dict[str, Any]) -> dict[str, Any]:
+def _options_of(optimizer: Any, group: dict[str, Any]) -> list[Any]:
     """A group's options that the optimizer's class has, in a form that compares between processes."""
 
     def plain(value: Any) -> Any:
@@ -210,7 +194,7 @@ def _options_of(optimizer: Any, group: dict[str, Any]) -> dict[str, Any]:
         return value if value is None or isinstance(value, (bool, int, float, str)) else type(value).__name__
 
     defaults = getattr(optimizer, "defaults", None) or ()
-    return {"optimizer": type(optimizer).__name__, **{name: plain(group[name]) for name in sorted(defaults) if name in group}}
+    return [type(optimizer).__name__, *((name, plain(group[name])) for name in sorted(defaults) if name in group)]
 
 
 def _tied_of(engine: PipelineEngine) -> dict[int, tuple[Any, ...]]:
@@ -240,13 +224,11 @@ def _check_tied(engine: PipelineEngine, agreement: Agreement, told: list[dict[in
             "is made",
             last,
         )
-    own = {stage.stage: stage.tied_weight for stage in engine.stages if stage.stage in found}
-    weights = tuple({id(weight): weight for weight in own.values() if weight is not None}.values())
-    ranks = (agreement.ranks[0], agreement.ranks[-1])
-    peer = None
-    if weights and ranks[0] != ranks[1]:
-        peer = ranks[1] if 0 in own else ranks[0]
-    return Tied(weights, peer, own.get(last) if len(weights) == 2 or 0 not in own else None)
+    own = next(((stage, stage.tied_weight) for stage in engine.stages if stage.stage in found), None)
+    if own is None:
+        return Tied()
+    stage, weight = own
+    return Tied(weight, agreement.ranks[-1 if stage.is_first else 0], stage.is_last)
 
 
 def _check_copies(engine: PipelineEngine, agreement: Agreement, problem: Exception | None) -> str:
@@ -261,10 +243,9 @@ def _check_copies(engine: PipelineEngine, agreement: Agreement, problem: Excepti
             torch.zeros((), dtype=torch.int64, device="cpu"),
         )
         told: list[Any] = [None] * dist.get_world_size(copies)
-        stepped = {} if problem is not None else stepping_of(engine, False).copy
+        stepped = 0 if problem is not None else stepping_of(engine, False).copy
         dist.all_gather_object(told, (int(bits), shared, stepped, None if problem is None else str(problem)), group=copies)
         refused = next(((rank, said) for rank, (*_, said) in enumerate(told) if said is not None), None)
-        unlike = differing([with_what for _, _, with_what, _ in told])
         if problem is None and refused is not None:
             problem = errors.PipelineError(f"data-parallel rank {refused[0]} could not make its engine: {refused[1]}")
         elif problem is None and len({bits for bits, *_ in told}) > 1:
@@ -273,9 +254,8 @@ def _check_copies(engine: PipelineEngine, agreement: Agreement, problem: Excepti
                 "copies when the engine is made: load the same checkpoint, or seed alike",
                 agreement.stages[agreement.rank][0],
             )
-        elif problem is None and unlike is not None:
-            who = agreement.says(agreement.rank)
-            problem = errors.PipelineError(not_alike(who, unlike), agreement.stages[agreement.rank][0])
+        elif problem is None and len({stepped for _, _, stepped, _ in told}) > 1:
+            problem = errors.PipelineError(NOT_ALIKE)
         shared = str(min(name for _, name, *_ in told))
     found = agreement.gather(None if problem is None else (str(problem), getattr(problem, "stage", None)))
     if problem is not None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from flce import errors
 from flce.engine import _checks, _reduce
@@ -95,8 +96,9 @@ def finish(engine: PipelineEngine, losses: Losses) -> None:
     if losses.counts is not None:
         _rescale(engine, losses.counts, follows)
     if problem is None:
-        if any(weight.requires_grad for weight in engine._tied.weights):
-            _reduce.sum_tied(engine._tied.weights, engine._tied.peer, engine.pipeline_group)
+        tied = engine._tied
+        if tied.weight is not None and tied.weight.requires_grad:
+            _reduce.sum_tied(tied.weight, tied.peer, engine.pipeline_group)
         if engine.data_parallel_group is not None:
             trained = [parameter for parameter in engine.parameters() if parameter.requires_grad]
             _reduce.reduce_over_copies(trained, engine.data_parallel_group, average=engine.normalize == "micro_batches")
@@ -142,13 +144,12 @@ def _nonfinite_loss(engine: PipelineEngine, losses: Losses) -> tuple[errors.Pipe
 def _clip(engine: PipelineEngine) -> errors.PipelineError | None:
     if engine.max_grad_norm is None:
         return None
-    counted = [parameter for parameter in engine.parameters() if parameter.grad is not None and parameter is not engine._tied.counted]
-    norm = _reduce.global_norm(
-        [parameter.grad for parameter in counted if parameter.grad is not None], engine.pipeline_group, engine.device
-    )
+    twice = engine._tied.weight if engine._tied.uncounted else None
+    gradients = [parameter.grad for parameter in engine.parameters() if parameter.grad is not None and parameter is not twice]
+    norm = _reduce.global_norm(gradients, engine.pipeline_group, engine.device)
     engine.last_grad_norm = float(norm)
     if not math.isfinite(engine.last_grad_norm):
         return errors.PipelineError(f"the gradients' norm is {engine.last_grad_norm}; parameters are as they were")
     if engine.last_grad_norm > engine.max_grad_norm:
-        _reduce.clip([parameter.grad for parameter in engine.parameters() if parameter.grad is not None], norm, engine.max_grad_norm)
+        nn.utils.clip_grads_with_norm_(engine.parameters(), engine.max_grad_norm, norm)
     return None
