@@ -221,7 +221,9 @@ def counts_follow(pipeline: Any, copies: Any) -> None:
         losses = [F.cross_entropy(whole.head(whole_batch(whole, *batch)), batch[0], reduction="sum") for batch in batches]
         whole.zero_grad()
         (torch.stack(losses).sum() / sum(len(batch[0]) for batch in batches)).backward()
-        result = engine.train_batch(*batches[own], aligned, labels=batches[own][0])
+        result = engine.train_batch(
+            *batches[own], aligned, labels=batches[own][0], token_count=lambda packed_input_ids, **_: len(packed_input_ids)
+        )
         expect(engine, result and result[0], (losses[own] / len(batches[own][0])).detach())
         with torch.no_grad():
             for parameter in whole.parameters():

@@ -186,29 +186,29 @@ def aligned(output: Any, packed_input_ids: Tensor, cu_seqlens: Tensor, labels: T
     return output.cross_entropy(labels, shift=0), None
 
 
+def rows(packed_input_ids: Tensor, labels: Tensor, **_: Any) -> Tensor:
+    return (labels != -100).sum()
+
+
 @pytest.mark.parametrize("lengths", [[2, 2, 9, 1], [1, 1, 1, 1], LENGTHS])
-def test_counts_follow_the_shift_that_the_loss_used(lengths: list[int]) -> None:
-    """The first batch is counted when its losses are known; of sequences of one token none has a target one row on."""
+def test_labels_of_another_shift_need_their_counts(lengths: list[int]) -> None:
     ids, cu_seqlens = batch_of(1, lengths)
     labels = ids.roll(-1).masked_fill(torch.arange(len(ids)) % 5 == 2, -100)
     engine = made(normalize="tokens")
-    for turn in range(2):
-        whole = ToyStage(0, 1)
-        whole.load_state_dict(engine.stages[0].state_dict())
-        expected = F.cross_entropy(whole.head(whole_batch(whole, ids, cu_seqlens)), labels)
-        expected.backward()
-        for call in (engine.eval_batch, engine.train_batch):
-            engine._shift = 1 - turn  # the shift of a first batch, then of later ones
-            result = call(ids, cu_seqlens, aligned, labels=labels, per_token=["labels"])
-            assert result is not None
-            torch.testing.assert_close(result[0], expected.detach())
-            assert engine._shift == 0
-        for parameter, old in zip(engine.parameters(), whole.parameters(), strict=True):
-            torch.testing.assert_close(parameter.detach(), old.detach() - 0.1 * old.grad)  # type: ignore[operator]
+    whole = ToyStage(0, 1)
+    expected = F.cross_entropy(whole.head(whole_batch(whole, ids, cu_seqlens)), labels)
+    expected.backward()
+    for call in (engine.eval_batch, engine.train_batch):
+        result = call(ids, cu_seqlens, aligned, labels=labels, per_token=["labels"], token_count=rows)
+        torch.testing.assert_close(result[0], expected.detach())  # type: ignore[index]
+    for parameter, old in zip(engine.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(parameter.detach(), old.detach() - 0.1 * old.grad)  # type: ignore[operator]
     if max(lengths) > 1:
         losses, counted = token_losses(engine.forward(ids, cu_seqlens), ids, cu_seqlens)  # type: ignore[arg-type]
         result = engine.eval_batch(ids, cu_seqlens, sft_loss, labels=ids)
         torch.testing.assert_close(result[0], losses[counted].mean())  # type: ignore[index]
+        with pytest.raises(flce.PipelineError, match=r"loss_fn took a mean over labels with shift=0, .*give token_count="):
+            engine.train_batch(ids, cu_seqlens, aligned, labels=labels, per_token=["labels"])
 
 
 def test_a_batch_without_tokens_that_count_is_refused() -> None:
@@ -227,7 +227,7 @@ def test_a_batch_without_tokens_that_count_is_refused() -> None:
         return output.cross_entropy(labels, shift=1) + output.logprobs(labels, shift=2).mean(), None
 
     assert made(normalize="tokens").train_batch(IDS, CU_SEQLENS, both, labels=IDS, token_count=torch.ones(4)) is not None
-    with pytest.raises(flce.PipelineError, match=r"loss_fn scored labels with the shifts 1, 2.*give token_count="):
+    with pytest.raises(flce.PipelineError, match=r"loss_fn took a mean over labels with shift=1, 2,.*give token_count="):
         engine.train_batch(IDS, CU_SEQLENS, both, labels=IDS)
 
 

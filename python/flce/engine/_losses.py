@@ -22,33 +22,12 @@ TokenCount = Callable[..., "Tensor | int"] | Tensor | None
 
 @dataclass
 class Counts:
-    """How many tokens each microbatch's loss is a mean over.
-
-    shift: how many rows later tokens were supposed to have their targets, when they were counted. total: of all microbatches, on all
-    data-parallel ranks where a batch is trained on, as they were counted then. again: counts a microbatch's for another shift; None where
-    the caller says the numbers. used: the shift that the loss function took last.
-    """
+    """How many tokens each microbatch's loss is a mean over. given: whether the caller said so; else tokens with a target one row on were
+    counted. total: of all microbatches, on all data-parallel ranks where a batch is trained on."""
 
     numbers: list[int]
-    shift: int
-    again: Callable[[Microbatch, int], int] | None
+    given: bool
     total: int = 0
-    used: int | None = None
-    follows: bool = True  #: whether no other shift than the supposed one was used
-
-    def follow(self, microbatch: Microbatch, shifts: set[int]) -> int:
-        """A microbatch's number, when its loss is known. ArgumentError where the loss function took several shifts."""
-        if self.again is not None and shifts:
-            if len(shifts) > 1:
-                raise errors.ArgumentError(
-                    f"loss_fn scored labels with the shifts {', '.join(map(str, sorted(shifts)))}, so what its loss is a mean over is not "
-                    "clear; give token_count="
-                )
-            (self.used,) = shifts
-            if self.used != self.shift:
-                self.numbers[microbatch.number] = self.again(microbatch, self.used)
-                self.follows = False
-        return self.numbers[microbatch.number]
 
 
 class Losses:
@@ -80,23 +59,25 @@ class Losses:
         if self.counts is None:
             self._losses.append(loss.detach().float())
             return loss / len(self._microbatches)
-        whole = len(self._microbatches) == 1 and self.counts.total in (0, self.counts.numbers[microbatch.number])
-        if self.counts.again is not None and output.mean_over is not None and not whole:
-            raise errors.ArgumentError(
-                f"loss_fn took a mean over {output.mean_over}, and normalize='tokens' weighs microbatches by their numbers of tokens, so "
-                "that the losses would not add up to the batch's mean; give token_count=, or have normalize='micro_batches'"
-            )
-        count = self.counts.follow(microbatch, output.shifts)
+        count = self.counts.numbers[microbatch.number]
+        if not self.counts.given:
+            self._check_counted(output, whole=len(self._microbatches) == 1 and self.counts.total == count)
         if count == 0:  # a mean over nothing may be NaN
             self._losses.append(torch.zeros_like(loss, dtype=torch.float32).detach())
             return (output.hidden * 0.0).sum()
         self._losses.append(loss.detach().float())
         return loss * (count / max(self.counts.total, 1))
 
-    @property
-    def shift(self) -> int:
-        """Shift of the loss function's labels, as far as it is known."""
-        return 1 if self.counts is None else self.counts.used if self.counts.used is not None else self.counts.shift
+    def _check_counted(self, output: HeadOutput, whole: bool) -> None:
+        """ArgumentError where the loss is a mean over something else than what was counted."""
+        over = output.mean_over if not whole else None
+        if over is None and output.shifts - {1}:
+            over = f"labels with shift={', '.join(map(str, sorted(output.shifts)))}"
+        if over is not None:
+            raise errors.ArgumentError(
+                f"loss_fn took a mean over {over}, and normalize='tokens' weighs microbatches by their numbers of tokens with a target one "
+                "row on, so that the losses would not add up to the batch's mean; give token_count=, or have normalize='micro_batches'"
+            )
 
     def first_nonfinite(self) -> int | None:
         """The first microbatch whose loss is not finite. Waits for the device."""
@@ -117,10 +98,8 @@ def counts_of(
     lengths: Sequence[int],
     kinds: Mapping[str, str],
     vocab_size: int | None,
-    shift: int,
 ) -> Counts:
     """vocab_size: of the head, None on ranks without it and for a critic. ArgumentError, ShapeError for a token_count that does not say."""
-    again = None
     if isinstance(token_count, Tensor):
         if token_count.dim() != 1 or token_count.shape[0] != len(lengths):
             raise errors.ShapeError(
@@ -135,9 +114,8 @@ def counts_of(
             _checks.function("token_count", token_count, packed_input_ids=m.input_ids, cu_seqlens=m.batch.cu_seqlens, **m.kwargs)
         found = [token_count(packed_input_ids=m.input_ids, cu_seqlens=m.batch.cu_seqlens, **m.kwargs) for m in microbatches]
     else:
-        again = lambda microbatch, shift: int(_targets_of(microbatch, kinds, vocab_size, shift))  # noqa: E731
-        found = [_targets_of(m, kinds, vocab_size, shift) for m in microbatches]
-    return Counts([_whole(number, microbatch) for microbatch, number in zip(microbatches, found, strict=True)], shift, again)
+        found = [_targets_of(m, kinds, vocab_size) for m in microbatches]
+    return Counts([_whole(number, microbatch) for microbatch, number in zip(microbatches, found, strict=True)], token_count is not None)
 
 
 def _whole(number: Any, microbatch: Microbatch) -> int:
@@ -147,8 +125,8 @@ def _whole(number: Any, microbatch: Microbatch) -> int:
     return int(given)
 
 
-def _targets_of(microbatch: Microbatch, kinds: Mapping[str, str], vocab_size: int | None, shift: int) -> Tensor | int:
-    """Tokens that have a target `shift` rows later in their sequence, by the keyword `labels` or else `loss_mask`. A label outside the
+def _targets_of(microbatch: Microbatch, kinds: Mapping[str, str], vocab_size: int | None) -> Tensor | int:
+    """Tokens that have a target one row later in their sequence, by the keyword `labels` or else `loss_mask`. A label outside the
     vocabulary is none, as in the loss."""
     for name, ignored in (("labels", -100), ("loss_mask", 0)):
         given = microbatch.kwargs.get(name)
@@ -161,6 +139,6 @@ def _targets_of(microbatch: Microbatch, kinds: Mapping[str, str], vocab_size: in
             counted = counted & (given >= 0) & (given < vocab_size)
         counted = counted.long()
         if kinds[name] == _microbatches.TOKEN:
-            counted = shift_labels(counted, shift, ignore_index=0, cu_seqlens=microbatch.batch.cu_seqlens)
+            counted = shift_labels(counted, ignore_index=0, cu_seqlens=microbatch.batch.cu_seqlens)
         return counted.sum()
-    return sum(max(length - shift, 0) for length in microbatch.batch.lengths)
+    return sum(length - 1 for length in microbatch.batch.lengths)

@@ -112,7 +112,6 @@ class PipelineEngine:
         self._failed: str | None = None
         self._warned = False
         self._batches = 0  # batches that were trained on
-        self._shift = 1  # shift of the last loss function's labels
 
     @property
     def is_first(self) -> bool:
@@ -185,9 +184,10 @@ class PipelineEngine:
         Args:
             num_micro_batches: of this batch; at most its number of sequences.
             token_count: with normalize="tokens": what a microbatch's loss is a mean over. A function of (packed_input_ids, cu_seqlens,
-                **kwargs) that returns the number for a microbatch, or a tensor [B] of each sequence's. None: tokens that have a target, by
-                the keyword `labels` (not -100, and in the vocabulary) or else `loss_mask` (not 0) where there is one, packed as the ids are
-                and read one row on or packed as targets are; else every token but a sequence's first.
+                **kwargs) that returns the number for a microbatch, or a tensor [B] of each sequence's. None: tokens that have a target one
+                row on, by the keyword `labels` (not -100, and in the vocabulary) or else `loss_mask` (not 0) where there is one, packed as
+                the ids or as targets are; else every token but a sequence's first. A loss that scores labels with another shift, or is a
+                mean over weights, needs it.
             per_token, per_target, per_sequence, constant: names of keywords whose kind their shape does not say.
             loss_fn_kwargs: for loss_fn. Tensors are split by their first dimension: T, as tokens are; T - B, as those tokens are that have
                 a next one in their sequence; B, as sequences are. All else is given to each microbatch as it is.
@@ -204,7 +204,6 @@ class PipelineEngine:
             _step.clear_gradients(self)
             with torch.enable_grad():
                 self._run(True)
-            self._shift = losses.shift
             _step.finish(self, losses)
             return losses.result() if self.is_last else None
 
@@ -230,9 +229,6 @@ class PipelineEngine:
                 "eval_batch", packed_input_ids, cu_seqlens, loss_fn, num_micro_batches, token_count, naming, loss_fn_kwargs
             )
             self._run(False, lambda hidden, microbatch: losses.add(self._output(hidden, microbatch), microbatch))
-            self._shift = losses.shift
-            if losses.counts is not None and losses.counts.total == 0 and _step.total_of(self, losses.counts.numbers, False) == 0:
-                raise _step.none_counts()
             return losses.result() if self.is_last else None
 
     def forward(
@@ -381,7 +377,7 @@ class PipelineEngine:
             self._microbatches = _microbatches.split(packed_input_ids, lengths, starts, self.device, keywords, kinds)
             self._schedule(train, wanted)
             if not isinstance(token_count, bool):
-                counts = _losses.counts_of(token_count, self._microbatches, lengths, kinds, vocab_size_of(self.stages), self._shift)
+                counts = _losses.counts_of(token_count, self._microbatches, lengths, kinds, vocab_size_of(self.stages))
             stepping = _setup.stepping_of(self, compares) if train else None
             # Version steps decide a stage's learning rate.
             return Call(f"{kind} {self.version_steps}", wanted, lengths, packed_input_ids, keywords, stepping)

@@ -15,7 +15,7 @@ from torch import nn
 from flce import errors
 from flce.engine import _checks, _reduce
 from flce.engine._agreement import Agreed
-from flce.engine._losses import Counts, Losses
+from flce.engine._losses import Losses
 
 if TYPE_CHECKING:
     from flce.engine._pipeline_engine import PipelineEngine
@@ -72,29 +72,14 @@ def total_of(engine: PipelineEngine, numbers: Sequence[int], train: bool) -> int
     dist.all_reduce(summed, group=engine.pipeline_group)
     if train and engine.data_parallel_group is not None:
         dist.all_reduce(summed, group=engine.data_parallel_group)
+    if not summed:
+        raise Agreed(errors.ArgumentError('the batch has no token that counts, which normalize="tokens" would divide by'))
     return int(summed)
-
-
-def none_counts() -> Agreed:
-    return Agreed(errors.ArgumentError('the batch has no token that counts, which normalize="tokens" would divide by'))
-
-
-def _rescale(engine: PipelineEngine, counts: Counts, follows: bool) -> None:
-    """Gradients were taken of losses over the tokens that were supposed to count. follows: whether these are the ones, on all ranks."""
-    total = counts.total if follows else total_of(engine, counts.numbers, True)
-    if total == 0:
-        clear_gradients(engine)
-        raise none_counts()
-    for parameter in engine.parameters() if total != counts.total else ():
-        if parameter.grad is not None:
-            parameter.grad *= max(counts.total, 1) / total
 
 
 def finish(engine: PipelineEngine, losses: Losses) -> None:
     """Ends a batch behind the last backward: reductions, and the steps of optimizer and scheduler, or none where a loss is not finite."""
-    problem, follows = _nonfinite_loss(engine, losses)
-    if losses.counts is not None:
-        _rescale(engine, losses.counts, follows)
+    problem = _nonfinite_loss(engine, losses)
     if problem is None:
         tied = engine._tied
         if tied.weight is not None and tied.weight.requires_grad:
@@ -121,24 +106,22 @@ def finish(engine: PipelineEngine, losses: Losses) -> None:
     clear_gradients(engine)
 
 
-def _nonfinite_loss(engine: PipelineEngine, losses: Losses) -> tuple[errors.PipelineError | None, bool]:
-    """The first microbatch whose loss is not finite, and whether counts are as they were supposed, on all ranks alike."""
+def _nonfinite_loss(engine: PipelineEngine, losses: Losses) -> errors.PipelineError | None:
+    """Names the first microbatch whose loss is not finite, on all ranks alike."""
     fine, copies = 1 << 62, engine.data_parallel_group
     copy = 0 if copies is None else dist.get_rank(copies)
     bad = losses.first_nonfinite() if engine.is_last else None
-    follows = losses.counts is None or losses.counts.follows
-    codes = torch.tensor([fine if bad is None else (copy << 32) + bad, int(follows)], device=engine._agreement.device)
-    dist.all_reduce(codes, dist.ReduceOp.MIN, group=engine.pipeline_group)
-    if copies is not None:
-        dist.all_reduce(codes, dist.ReduceOp.MIN, group=copies)
-    found, follows = codes.tolist()
+    code = torch.tensor(fine if bad is None else (copy << 32) + bad, device=engine._agreement.device)
+    for group in (engine.pipeline_group, copies):
+        if group is not None:
+            dist.all_reduce(code, dist.ReduceOp.MIN, group=group)
+    found = int(code)
     if found == fine:
-        return None, bool(follows)
+        return None
     number = found & 0xFFFFFFFF
     name = str(engine._microbatches[number]) if found >> 32 == copy else f"microbatch {number}"
     of = "" if copies is None else f" of data-parallel rank {found >> 32}"
-    problem = errors.PipelineError(f"the loss of {name}{of} is not finite; parameters are as they were", engine.num_stages - 1)
-    return problem, bool(follows)
+    return errors.PipelineError(f"the loss of {name}{of} is not finite; parameters are as they were", engine.num_stages - 1)
 
 
 def _clip(engine: PipelineEngine) -> errors.PipelineError | None:
