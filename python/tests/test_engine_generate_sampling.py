@@ -1,21 +1,18 @@
-"""How generation chooses tokens: GenerationConfig, what it takes of transformers' config, and the Sampler, against exact probabilities and
-transformers' own processors."""
+"""How generation chooses tokens: GenerationConfig and the Sampler, against exact probabilities and transformers' own processors."""
 
 from __future__ import annotations
 
-import re
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import Tensor
 from transformers import LogitsProcessorList, MinNewTokensLengthLogitsProcessor, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 import flce
 from flce.engine import GenerationConfig
-from flce.engine._sampling import Sampler, as_generation_config, filtered
+from flce.engine._sampling import Sampler, filtered
 
 ENDS = (3, 7)
 
@@ -57,52 +54,6 @@ def test_special_tokens_are_the_configs_then_the_tokenizers() -> None:
     assert GenerationConfig().special_tokens(None) == ((), 0)
     with pytest.raises(flce.ArgumentError, match=r"tokenizer\.eos_token_id is -1"):
         GenerationConfig().special_tokens(SimpleNamespace(eos_token_id=-1))
-
-
-def test_a_config_of_transformers_is_converted() -> None:
-    of = transformers.GenerationConfig
-    greedy = as_generation_config(of(max_new_tokens=5, eos_token_id=[1, 2], pad_token_id=0, num_beams=1, repetition_penalty=1.0))
-    assert greedy == GenerationConfig(max_new_tokens=5, greedy=True, eos_token_id=[1, 2], pad_token_id=0)
-    # Attributes that only sampling reads are without effect, as in transformers.
-    assert as_generation_config(of(max_new_tokens=5, do_sample=False, temperature=0.6, top_p=0.9)) == GenerationConfig(
-        max_new_tokens=5, greedy=True
-    )
-    sampled = of(max_new_tokens=5, min_new_tokens=2, do_sample=True, temperature=0.6, top_p=0.9, top_k=20)
-    assert as_generation_config(sampled) == GenerationConfig(5, 2, False, 0.9, 20, 0.6)
-    assert as_generation_config(of(max_new_tokens=5, do_sample=True, top_k=0)) == GenerationConfig(5)
-    assert as_generation_config(of(max_new_tokens=5, do_sample=True)) == GenerationConfig(5, top_k=50)
-    own = GenerationConfig(7)
-    assert as_generation_config(own) is own
-
-
-@pytest.mark.parametrize(
-    ("attributes", "says"),
-    [
-        ({"num_beams": 4}, "gconfig.num_beams is 4, which flce.engine does not support; it must be None or 1"),
-        ({"repetition_penalty": 1.2}, "gconfig.repetition_penalty is 1.2"),
-        ({"no_repeat_ngram_size": 3}, "gconfig.no_repeat_ngram_size is 3"),
-        ({"num_return_sequences": 2, "do_sample": True}, "gconfig.num_return_sequences is 2"),
-        ({"bad_words_ids": [[4]]}, r"gconfig.bad_words_ids is \[\[4\]\]"),
-        ({"suppress_tokens": [4]}, r"gconfig.suppress_tokens is \[4\]"),
-        ({"stop_strings": ["\n"]}, "gconfig.stop_strings is"),
-        ({"max_time": 2.0}, "gconfig.max_time is 2.0"),
-        ({"min_p": 0.1, "do_sample": True}, "gconfig.min_p is 0.1"),
-        ({"typical_p": 0.9, "do_sample": True}, "gconfig.typical_p is 0.9"),
-        ({"guidance_scale": 1.5}, "gconfig.guidance_scale is 1.5"),
-        ({"watermarking_config": {"seeding_scheme": "selfhash"}}, "gconfig.watermarking_config is"),
-        ({"chat_format": "chatml"}, "gconfig.chat_format is 'chatml', which flce.engine does not support; it must be None"),
-        ({"max_new_tokens": None, "max_length": 30}, "gconfig.max_new_tokens is None; set it"),
-        ({"min_length": 30}, "gconfig.min_length is 30.*set min_new_tokens"),
-    ],
-)
-def test_what_is_not_supported_of_transformers_config_is_named(attributes: dict[str, Any], says: str) -> None:
-    with pytest.raises(flce.ArgumentError, match=says):
-        as_generation_config(transformers.GenerationConfig(**{"max_new_tokens": 5, **attributes}))
-
-
-def test_a_config_of_another_class_is_named() -> None:
-    with pytest.raises(flce.DTypeError, match=re.escape("gconfig is a builtins.dict; it must be a flce.engine.GenerationConfig")):
-        as_generation_config({"max_new_tokens": 5})
 
 
 def processors(config: GenerationConfig, device: str) -> LogitsProcessorList:

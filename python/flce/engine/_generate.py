@@ -41,7 +41,7 @@ from flce.engine._agreement import Agreed, Call
 from flce.engine._cache import KVCache
 from flce.engine._output import HeadOutput
 from flce.engine._packed import PackedBatch
-from flce.engine._sampling import GenerationConfig, Sampler, as_generation_config
+from flce.engine._sampling import GenerationConfig, Sampler
 from flce.engine._stage import Stage
 from flce.engine._transport import through_host
 
@@ -84,7 +84,10 @@ def generate(
             raise errors.ArgumentError(
                 f"this rank has {len(engine.stages)} stages; generate needs one stage a rank, as schedules '1f1b' and 'gpipe' have it"
             )
-        config = GenerationConfig() if gconfig is None else as_generation_config(gconfig)
+        config = GenerationConfig() if gconfig is None else gconfig
+        if not isinstance(config, GenerationConfig):
+            of = f" of {type(gconfig).__module__}" if type(gconfig).__module__ != "builtins" else ""
+            raise errors.DTypeError(f"gconfig is a {type(gconfig).__name__}{of}; it must be a flce.engine.GenerationConfig or None")
         ends, pad = config.special_tokens(tokenizer)
         lengths = _microbatches.lengths_of(packed_input_ids, cu_seqlens)
         number = min(engine.num_micro_batches, len(lengths)) if num_micro_batches is None else num_micro_batches

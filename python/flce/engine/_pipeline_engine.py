@@ -18,6 +18,7 @@ from flce.engine._agreement import Agreed, Call
 from flce.engine._generate import Generated
 from flce.engine._microbatches import Microbatch, Naming
 from flce.engine._output import HeadOutput, head_options_of, vocab_size_of
+from flce.engine._sampling import GenerationConfig
 from flce.engine._stage import Stage
 
 _log = logging.getLogger("flce")
@@ -270,7 +271,7 @@ class PipelineEngine:
         packed_input_ids: Tensor,
         cu_seqlens: Tensor,
         tokenizer: Any = None,
-        gconfig: Any = None,
+        gconfig: GenerationConfig | None = None,
         *,
         num_micro_batches: int | None = None,
         seed: int | None = None,
@@ -280,7 +281,7 @@ class PipelineEngine:
 
         Args:
             tokenizer: its `eos_token_id` ends sequences and its `pad_token_id` pads, where gconfig has none. None: gconfig's alone.
-            gconfig: a `flce.engine.GenerationConfig`, or one of transformers. None: GenerationConfig().
+            gconfig: None: GenerationConfig().
             num_micro_batches: None: the engine's, or the number of prompts where that is less.
             seed: of sampling. One seed gives a sequence one noise with any number of stages and microbatches. None: drawn from
                 torch's generator of the CPU on the last stage.

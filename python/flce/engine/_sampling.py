@@ -9,7 +9,6 @@ of every token behind it.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -100,67 +99,6 @@ def _as_tuple(name: str, value: Any) -> tuple[Any, ...]:
     if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
         raise errors.DTypeError(f"{name} is {value!r}; it must be an integer, several integers or None")
     return tuple(value)
-
-
-# Values of attributes of transformers' config that change no token, beside None, an empty list and the class's own default.
-_NEUTRAL: dict[str, Any] = {
-    **dict.fromkeys(("num_beams", "num_beam_groups", "num_return_sequences", "guidance_scale"), 1),
-    **dict.fromkeys(("repetition_penalty", "encoder_repetition_penalty", "typical_p"), 1),
-    **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "diversity_penalty", "penalty_alpha"), 0),
-    **dict.fromkeys(("remove_invalid_values", "token_healing", "min_p", "epsilon_cutoff", "eta_cutoff"), 0),
-}
-_OF_SAMPLING = {"typical_p", "min_p", "top_h", "epsilon_cutoff", "eta_cutoff"}
-_READ = {"max_new_tokens", "min_new_tokens", "do_sample", "temperature", "top_k", "top_p", "eos_token_id", "pad_token_id"}
-_WITHOUT_EFFECT = {
-    *("max_length", "min_length"),  # given beside max_new_tokens and min_new_tokens, which go before them
-    *("early_stopping", "length_penalty"),  # options of beams
-    *("use_cache", "cache_implementation", "return_dict_in_generate", "bos_token_id", "decoder_start_token_id", "transformers_version"),
-}
-_TRANSFORMERS_TOP_K = 50  #: default for a config whose top_k is None
-
-
-def as_generation_config(config: Any) -> GenerationConfig:
-    """Returns a GenerationConfig as it is, and one of transformers converted. Attributes that a config of transformers leaves out have its
-    `generate`'s defaults: no sampling, a temperature of 1, top_k 50, top_p 1. ArgumentError for an attribute that would change the tokens
-    and is not supported, DTypeError for an object of another class."""
-    if isinstance(config, GenerationConfig):
-        return config
-    module: Any = sys.modules.get("transformers")
-    if module is None or not isinstance(config, module.GenerationConfig):
-        kind = f"{type(config).__module__}.{type(config).__qualname__}"
-        raise errors.DTypeError(f"gconfig is a {kind}; it must be a flce.engine.GenerationConfig or a transformers.GenerationConfig")
-    given = {name: value for name, value in vars(config).items() if not name.startswith("_") and value is not None}
-    sampled = bool(given.get("do_sample", False))
-    _refuse_unsupported(given, sampled, type(config)())
-    if "max_new_tokens" not in given:
-        raise errors.ArgumentError("gconfig.max_new_tokens is None; set it: max_length, which counts a prompt's tokens, is not supported")
-    if given.get("min_length", 0) and "min_new_tokens" not in given:
-        raise errors.ArgumentError(
-            f"gconfig.min_length is {given['min_length']}, which counts a prompt's tokens and is not supported; set min_new_tokens"
-        )
-    top_k = given.get("top_k", _TRANSFORMERS_TOP_K)
-    chosen: dict[str, Any] = {
-        "top_p": given.get("top_p", 1.0),
-        "top_k": None if top_k == 0 else top_k,
-        "temperature": given.get("temperature", 1.0),
-    }
-    return GenerationConfig(
-        max_new_tokens=given["max_new_tokens"],
-        min_new_tokens=given.get("min_new_tokens", 0),
-        greedy=not sampled,
-        eos_token_id=given.get("eos_token_id"),
-        pad_token_id=given.get("pad_token_id"),
-        **(chosen if sampled else {}),
-    )
-
-
-def _refuse_unsupported(given: dict[str, Any], sampled: bool, defaults: Any) -> None:
-    ignored = _READ | _WITHOUT_EFFECT | (set() if sampled else _OF_SAMPLING)
-    for name, value in given.items():
-        neutral = [_NEUTRAL[name]] if name in _NEUTRAL else []
-        if name not in ignored and value not in (*neutral, [], {}, getattr(defaults, name, None)):
-            allowed = " or ".join(map(repr, (None, *neutral)))
-            raise errors.ArgumentError(f"gconfig.{name} is {value!r}, which flce.engine does not support; it must be {allowed}")
 
 
 def filtered(logits: Tensor, config: GenerationConfig, ends: Sequence[int], position: int) -> Tensor:
