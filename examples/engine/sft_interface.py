@@ -86,4 +86,4 @@ class SFTInterface:
 
 def _keywords(engine: PipelineEngine, data: Data) -> dict[str, Any]:
     keywords = counted_by(engine, count_tokens)
-    return keywords | {"per_token": ("prompt_mask",), "prompt_mask": data["prompt_mask"]} if "prompt_mask" in data else keywords
+    return keywords | {"rows": {"prompt_mask": "token"}, "prompt_mask": data["prompt_mask"]} if "prompt_mask" in data else keywords

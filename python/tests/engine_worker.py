@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import logging
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -252,21 +251,6 @@ def nonfinite(policy: str) -> None:
     assert not any(torch.equal(parameter, before[name]) for name, parameter in own.items())
 
 
-def warns_of_few_microbatches() -> None:
-    """Warns once, on the first stage."""
-    engine, *_ = made("1f1b", {"num_micro_batches": 1})
-    ids, cu_seqlens = batch_of(3, STEPS[0])
-    records: list[logging.LogRecord] = []
-    handler = logging.Handler()
-    handler.emit = records.append  # type: ignore[method-assign]
-    logging.getLogger("flce").addHandler(handler)
-    for _ in range(2):
-        engine.train_batch(ids, cu_seqlens, sft_loss, labels=ids)
-    logging.getLogger("flce").removeHandler(handler)
-    said = ["flce: num_micro_batches is 1 in a pipeline of 2 stages, which wait for each other; 2 or more keep them busy"]
-    assert [record.getMessage() for record in records] == (said if engine.is_first else [])
-
-
 def steps_the_scheduler() -> None:
     engine, *_ = made("1f1b")
     optimizer = engine.optimizer
@@ -295,7 +279,7 @@ def cases() -> Iterator[tuple[Any, ...]]:
         yield from ((critic,), (of_logits,), (frozen, True), (frozen, False), (budget,), (steps_the_scheduler,))
         if dist.get_backend() == "gloo":
             yield from ((through_the_host, "1f1b"), (through_the_host, "interleaved_zero_bubble"))
-        yield from ((nonfinite, "raise"), (nonfinite, "skip"), (refuses,), (warns_of_few_microbatches,))
+        yield from ((nonfinite, "raise"), (nonfinite, "skip"), (refuses,))
         yield (tied_copies_are_kept_alike,)
     else:
         for schedule in ("1f1b", "interleaved_zero_bubble"):

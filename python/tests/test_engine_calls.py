@@ -199,7 +199,7 @@ def test_labels_of_another_shift_need_their_counts(lengths: list[int]) -> None:
     expected = F.cross_entropy(whole.head(whole_batch(whole, ids, cu_seqlens)), labels)
     expected.backward()
     for call in (engine.eval_batch, engine.train_batch):
-        result = call(ids, cu_seqlens, aligned, labels=labels, per_token=["labels"], token_count=rows)
+        result = call(ids, cu_seqlens, aligned, labels=labels, rows={"labels": "token"}, token_count=rows)
         torch.testing.assert_close(result[0], expected.detach())  # type: ignore[index]
     for parameter, old in zip(engine.parameters(), whole.parameters(), strict=True):
         torch.testing.assert_close(parameter.detach(), old.detach() - 0.1 * old.grad)  # type: ignore[operator]
@@ -208,7 +208,7 @@ def test_labels_of_another_shift_need_their_counts(lengths: list[int]) -> None:
         result = engine.eval_batch(ids, cu_seqlens, sft_loss, labels=ids)
         torch.testing.assert_close(result[0], losses[counted].mean())  # type: ignore[index]
         with pytest.raises(flce.PipelineError, match=r"loss_fn took a mean over labels with shift=0, .*give token_count="):
-            engine.train_batch(ids, cu_seqlens, aligned, labels=labels, per_token=["labels"])
+            engine.train_batch(ids, cu_seqlens, aligned, labels=labels, rows={"labels": "token"})
 
 
 def test_a_batch_without_tokens_that_count_is_refused() -> None:

@@ -20,10 +20,9 @@ from torch.distributed.pipelining.stage import _PipelineStageBase, _RecvInfo
 import flce
 from flce.engine import PipelineEngine, _schedules, _transport
 from flce.engine._agreement import checksum
-from flce.engine._microbatches import Naming, cut, kinds_of, lengths_of, split
+from flce.engine._microbatches import cut, kinds_of, lengths_of, split
 
 VERSION = f"torch {torch.__version__}"
-NOTHING = Naming()
 
 
 def least_largest(lengths: list[int], count: int) -> int:
@@ -104,7 +103,7 @@ def test_keywords_are_split_with_their_sequences() -> None:
         "scalar": torch.tensor(7.0),
         "words": ["a", "b"],
     }
-    kinds = kinds_of(given, lengths, NOTHING)
+    kinds = kinds_of(given, lengths, {})
     first, second = split(ids.int(), lengths, (0, 2, 4), torch.device("cpu"), given, kinds)
     assert first.input_ids.dtype == torch.int64
     assert torch.equal(torch.cat([first.input_ids, second.input_ids]), ids)
@@ -123,27 +122,22 @@ def test_keywords_are_split_with_their_sequences() -> None:
 
 def test_keywords_whose_kind_is_not_clear_have_to_be_named() -> None:
     lengths = [2, 2, 2]  # three sequences, three targets
-    kind_of = lambda value, **named: kinds_of({"x": value}, lengths, Naming.of(**{**dict.fromkeys(NAMES, ()), **named}))["x"]  # noqa: E731
-    with pytest.raises(flce.ArgumentError, match=r"x has shape \[3\], .* fits per_target \(3\) and per_sequence \(3\) alike: name it in"):
+    kind_of = lambda value, **rows: kinds_of({"x": value}, lengths, rows)["x"]  # noqa: E731
+    with pytest.raises(flce.ArgumentError, match=r"x has shape \[3\], .* fits target \(3\) and sequence \(3\) alike: say what"):
         kind_of(torch.zeros(3))
-    assert kind_of(torch.zeros(3), per_target=["x"]) == "per_target"
-    assert kind_of(torch.zeros(3), per_sequence=("x",)) == "per_sequence"
-    with pytest.raises(flce.ArgumentError, match=r"x has shape \[5\], .* is none of per_token \(6\) and per_target \(3\)"):
+    assert kind_of(torch.zeros(3), x="target") == "target"
+    assert kind_of(torch.zeros(3), x="sequence") == "sequence"
+    with pytest.raises(flce.ArgumentError, match=r"x has shape \[5\], .* is none of token \(6\) and target \(3\)"):
         kind_of(torch.zeros(5))
-    assert kind_of(torch.zeros(5), constant=["x"]) == "constant"
-    with pytest.raises(flce.ShapeError, match=r"x is named in per_token and has shape \[3\]; its first dimension must be 6"):
-        kind_of(torch.zeros(3), per_token=["x"])
+    assert kind_of(torch.zeros(5), x="none") == "none"
+    with pytest.raises(flce.ShapeError, match=r"x has shape \[3\]; with rows\['x'\] 'token' its first dimension must be 6"):
+        kind_of(torch.zeros(3), x="token")
     with pytest.raises(flce.ShapeError, match="no tensor but a float"):
-        kind_of(0.5, per_token=["x"])
-    with pytest.raises(flce.DTypeError, match=r"per_token is 'x'; it must be a sequence of keywords' names, as \('x',\)"):
-        kind_of(torch.zeros(3), per_token="x")
-    with pytest.raises(flce.ArgumentError, match="y: named in per_token, per_target, per_sequence or constant, but no such keyword"):
-        kind_of(torch.zeros(6), per_token=["y"])
-    with pytest.raises(flce.ArgumentError, match="x: named more than once"):
-        kind_of(torch.zeros(6), per_token=["x"], constant=["x"])
-
-
-NAMES = ("per_token", "per_target", "per_sequence", "constant")
+        kind_of(0.5, x="token")
+    with pytest.raises(flce.ArgumentError, match=r"rows\['x'\] is 'tokens'; allowed are 'token', 'target', 'sequence', 'none'"):
+        kind_of(torch.zeros(6), x="tokens")
+    with pytest.raises(flce.ArgumentError, match="rows names 'y', and no such keyword is given"):
+        kind_of(torch.zeros(6), y="token")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool])

@@ -23,7 +23,7 @@ def launch(ranks: int, script: str, *arguments: str) -> str:
     return result.stdout
 
 
-@by_ranks({2: 29, 4: 9})
+@by_ranks({2: 28, 4: 9})
 def test_engine_equals_the_unpipelined_model(ranks: int, cases: int) -> None:
     assert cases_passed("engine_worker.py", str(ranks)) == {ranks: cases}
 

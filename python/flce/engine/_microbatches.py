@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,59 +113,36 @@ def _runs(lengths: Sequence[int], room: int) -> tuple[int, ...]:
     return (*starts, len(lengths))
 
 
-@dataclass(frozen=True)
-class Naming:
-    """Names of keywords, by the rows that they have, for keywords whose shapes leave it open."""
-
-    per_token: frozenset[str] = frozenset()
-    per_target: frozenset[str] = frozenset()
-    per_sequence: frozenset[str] = frozenset()
-    constant: frozenset[str] = frozenset()
-
-    @staticmethod
-    def of(per_token: Iterable[str], per_target: Iterable[str], per_sequence: Iterable[str], constant: Iterable[str]) -> Naming:
-        given = {"per_token": per_token, "per_target": per_target, "per_sequence": per_sequence, "constant": constant}
-        names: dict[str, frozenset[str]] = {}
-        for argument, value in given.items():
-            if isinstance(value, str):
-                raise errors.DTypeError(f"{argument} is {value!r}; it must be a sequence of keywords' names, as ({value!r},)")
-            names[argument] = frozenset(value)
-        everything = [name for part in names.values() for name in part]
-        twice = sorted({name for name in everything if everything.count(name) > 1})
-        if twice:
-            raise errors.ArgumentError(f"{', '.join(twice)}: named more than once in per_token, per_target, per_sequence and constant")
-        return Naming(**names)
+TOKEN, TARGET, SEQUENCE, WHOLE = "token", "target", "sequence", "none"
 
 
-TOKEN, TARGET, SEQUENCE, CONSTANT = "per_token", "per_target", "per_sequence", "constant"
-
-
-def kinds_of(kwargs: Mapping[str, Any], lengths: Sequence[int], naming: Naming) -> dict[str, str]:
-    """How each keyword is split. A tensor is split by its first dimension: T (tokens), T - B (tokens that have a next token in their
-    sequence) or B (sequences). A tensor without dimensions, and any other value, goes to each microbatch whole. ArgumentError and
+def kinds_of(kwargs: Mapping[str, Any], lengths: Sequence[int], rows: Mapping[str, str]) -> dict[str, str]:
+    """How each keyword is split: as `rows` says, else by the first dimension of a tensor, T (tokens), T - B (tokens that have a next token
+    in their sequence) or B (sequences). A tensor without dimensions, and any other value, goes to each microbatch whole. ArgumentError and
     ShapeError name a keyword whose kind is not clear."""
     sizes = {TOKEN: sum(lengths), TARGET: sum(lengths) - len(lengths), SEQUENCE: len(lengths)}
-    unknown = sorted((naming.per_token | naming.per_target | naming.per_sequence | naming.constant) - kwargs.keys())
-    if unknown:
-        raise errors.ArgumentError(
-            f"{', '.join(unknown)}: named in per_token, per_target, per_sequence or constant, but no such keyword is given"
-        )
+    for name, kind in rows.items():
+        _checks.choice(f"rows[{name!r}]", kind, (*sizes, WHOLE))
+        if name not in kwargs:
+            raise errors.ArgumentError(f"rows names {name!r}, and no such keyword is given")
     kinds: dict[str, str] = {}
     for name, value in kwargs.items():
-        named = next((kind for kind in (*sizes, CONSTANT) if name in getattr(naming, kind)), None)
+        named = rows.get(name)
         if named in sizes and (not isinstance(value, Tensor) or value.dim() == 0 or value.shape[0] != sizes[named]):
             shape = list(value.shape) if isinstance(value, Tensor) else f"no tensor but a {type(value).__name__}"
-            raise errors.ShapeError(f"{name} is named in {named} and has shape {shape}; its first dimension must be {sizes[named]}")
+            raise errors.ShapeError(
+                f"{name} has shape {shape}; with rows[{name!r}] {named!r} its first dimension must be {sizes[named]}"
+            )
         if named is not None or not isinstance(value, Tensor) or value.dim() == 0:
-            kinds[name] = named or CONSTANT
+            kinds[name] = named or WHOLE
             continue
         fitting = [kind for kind, size in sizes.items() if value.shape[0] == size]
         if len(fitting) != 1:
             which = " and ".join(f"{kind} ({sizes[kind]})" for kind in fitting or sizes)
             why = f"fits {which} alike" if fitting else f"is none of {which}"
             raise errors.ArgumentError(
-                f"{name} has shape {list(value.shape)}, whose first dimension {why}: name it in per_token=, per_target=, per_sequence= or "
-                "constant="
+                f"{name} has shape {list(value.shape)}, whose first dimension {why}: say what its rows are, rows={{{name!r}: …}}, with "
+                f"{', '.join(map(repr, (*sizes, WHOLE)))}"
             )
         kinds[name] = fitting[0]
     return kinds
@@ -188,7 +165,7 @@ def split(
         own = lengths[first:end]
         tokens = slice(token, token + sum(own))
         slices = {TOKEN: tokens, TARGET: slice(tokens.start - first, tokens.stop - end), SEQUENCE: slice(first, end)}
-        part = {name: value if kinds[name] == CONSTANT else value[slices[kinds[name]]] for name, value in moved.items()}
+        part = {name: value if kinds[name] == WHOLE else value[slices[kinds[name]]] for name, value in moved.items()}
         made.append(Microbatch(number, range(first, end), ids[tokens], PackedBatch.of(own, device), part))
         token = tokens.stop
     return made

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,12 +15,11 @@ from flce import errors
 from flce.engine import _checks, _forward, _generate, _losses, _microbatches, _schedules, _setup, _step, _transport
 from flce.engine._agreement import Agreed, Call
 from flce.engine._generate import Generated
-from flce.engine._microbatches import Microbatch, Naming
+from flce.engine._microbatches import Microbatch
 from flce.engine._output import HeadOutput, head_options_of, vocab_size_of
 from flce.engine._sampling import GenerationConfig
 from flce.engine._stage import Stage
 
-_log = logging.getLogger("flce")
 _COMPARE_EVERY = 256  # batches, tied weights; and behind the first, the second, the fourth, …
 
 
@@ -111,7 +109,6 @@ class PipelineEngine:
         self._microbatches: list[Microbatch] = []
         self._failure: BaseException | None = None
         self._failed: str | None = None
-        self._warned = False
         self._batches = 0  # batches that were trained on
 
     @property
@@ -149,20 +146,6 @@ class PipelineEngine:
         _step.check_scheduler(self.lr_scheduler, _checks.integer("version_steps", version_steps, 0))
         self.version_steps = version_steps
 
-    def backward(self, *args: Any, **kwargs: Any) -> None:
-        """Raises ArgumentError."""
-        raise errors.ArgumentError(
-            "backward() is a part of a pipeline's schedule, which runs forwards and backwards of microbatches in turns; call "
-            "train_batch(packed_input_ids, cu_seqlens, loss_fn)"
-        )
-
-    def step(self, *args: Any, **kwargs: Any) -> None:
-        """Raises ArgumentError."""
-        raise errors.ArgumentError(
-            "step() would step without the reductions over stages and data-parallel ranks; train_batch(packed_input_ids, cu_seqlens, "
-            "loss_fn) steps the optimizer and the scheduler"
-        )
-
     def train_batch(
         self,
         packed_input_ids: Tensor,
@@ -171,10 +154,7 @@ class PipelineEngine:
         *,
         num_micro_batches: int | None = None,
         token_count: _losses.TokenCount = None,
-        per_token: Iterable[str] = (),
-        per_target: Iterable[str] = (),
-        per_sequence: Iterable[str] = (),
-        constant: Iterable[str] = (),
+        rows: Mapping[str, str] | None = None,
         **loss_fn_kwargs: Any,
     ) -> tuple[Tensor, list[Any]] | None:
         """One step of the optimizer on a batch.
@@ -189,18 +169,18 @@ class PipelineEngine:
                 row on, by the keyword `labels` (not -100, and in the vocabulary) or else `loss_mask` (not 0) where there is one, packed as
                 the ids or as targets are; else every token but a sequence's first. A loss that scores labels with another shift, or is a
                 mean over weights, needs it.
-            per_token, per_target, per_sequence, constant: names of keywords whose kind their shape does not say.
             loss_fn_kwargs: for loss_fn. Tensors are split by their first dimension: T, as tokens are; T - B, as those tokens are that have
                 a next one in their sequence; B, as sequences are. All else is given to each microbatch as it is.
+            rows: what the rows of keywords are whose shape does not say it, by name: "token", "target", "sequence", or "none", which gives
+                the tensor to each microbatch whole.
 
         Returns:
             (loss, stats) on the last stage: the batch's loss on this data-parallel rank, a detached fp32 scalar, and what loss_fn returned
             beside each loss, its tensors detached, in order; None on other stages. Gradients are cleared behind the optimizer's step.
         """
-        naming = (per_token, per_target, per_sequence, constant)
         with self._watching():
             losses = self._losses = self._new_losses(
-                "train_batch", packed_input_ids, cu_seqlens, loss_fn, num_micro_batches, token_count, naming, loss_fn_kwargs
+                "train_batch", packed_input_ids, cu_seqlens, loss_fn, num_micro_batches, token_count, rows, loss_fn_kwargs
             )
             _step.clear_gradients(self)
             with torch.enable_grad():
@@ -216,18 +196,14 @@ class PipelineEngine:
         *,
         num_micro_batches: int | None = None,
         token_count: _losses.TokenCount = None,
-        per_token: Iterable[str] = (),
-        per_target: Iterable[str] = (),
-        per_sequence: Iterable[str] = (),
-        constant: Iterable[str] = (),
+        rows: Mapping[str, str] | None = None,
         **loss_fn_kwargs: Any,
     ) -> tuple[Tensor, list[Any]] | None:
         """Runs `train_batch` without gradients and without a step. Parameters and their gradients are left alone; whether the stages are in
         evaluation mode is the caller's."""
-        naming = (per_token, per_target, per_sequence, constant)
         with self._watching(), torch.no_grad():
             losses = self._new_losses(
-                "eval_batch", packed_input_ids, cu_seqlens, loss_fn, num_micro_batches, token_count, naming, loss_fn_kwargs
+                "eval_batch", packed_input_ids, cu_seqlens, loss_fn, num_micro_batches, token_count, rows, loss_fn_kwargs
             )
             self._run(False, lambda hidden, microbatch: losses.add(self._output(hidden, microbatch), microbatch))
             return losses.result() if self.is_last else None
@@ -258,9 +234,8 @@ class PipelineEngine:
             results.append(_forward.compute(self._output(hidden, microbatch), microbatch, output, temperature))
 
         with self._watching(), torch.no_grad():
-            named = (tuple(keywords), (), (), ())
             check = functools.partial(_forward.check, self.stages, output, labels, temperature)
-            self._prepare(kind, packed_input_ids, cu_seqlens, num_micro_batches, keywords, named, check=check)
+            self._prepare(kind, packed_input_ids, cu_seqlens, num_micro_batches, keywords, dict.fromkeys(keywords, "token"), check=check)
             self._run(False, compute)
             return torch.cat(results) if self.is_last else None
 
@@ -357,7 +332,7 @@ class PipelineEngine:
         cu_seqlens: Tensor,
         num_micro_batches: int | None,
         keywords: Mapping[str, Any],
-        naming: tuple[Iterable[str], Iterable[str], Iterable[str], Iterable[str]],
+        rows: Mapping[str, str] | None,
         token_count: _losses.TokenCount | bool = False,
         check: Callable[[], Any] = lambda: None,
     ) -> _losses.Counts | None:
@@ -374,7 +349,7 @@ class PipelineEngine:
             lengths = _microbatches.lengths_of(packed_input_ids, cu_seqlens)
             self._check_within(packed_input_ids, lengths)
             starts = _microbatches.cut(lengths, wanted)
-            kinds = _microbatches.kinds_of(keywords, lengths, Naming.of(*naming))
+            kinds = _microbatches.kinds_of(keywords, lengths, rows or {})
             self._microbatches = _microbatches.split(packed_input_ids, lengths, starts, self.device, keywords, kinds)
             self._schedule(train, wanted)
             if not isinstance(token_count, bool):
@@ -384,14 +359,6 @@ class PipelineEngine:
             return Call(f"{kind} {self.version_steps}", wanted, lengths, packed_input_ids, keywords, stepping)
 
         self._agreement.check_called_alike(prepare, self.data_parallel_group if train else None)
-        if wanted < self.num_stages and self.is_first and not self._warned:
-            self._warned = True
-            _log.warning(
-                "flce: num_micro_batches is %d in a pipeline of %d stages, which wait for each other; %d or more keep them busy",
-                wanted,
-                self.num_stages,
-                self.num_stages,
-            )
         return counts
 
     def _check_within(self, packed_input_ids: Tensor, lengths: Sequence[int]) -> None:
@@ -399,7 +366,7 @@ class PipelineEngine:
         _microbatches.check_within(packed_input_ids, lengths, self._agreement.num_embeddings, min(positions, default=None))
 
     def _new_losses(
-        self, kind: str, ids: Tensor, cu_seqlens: Tensor, loss_fn: Any, number: int | None, token_count: Any, naming: Any, kwargs: Any
+        self, kind: str, ids: Tensor, cu_seqlens: Tensor, loss_fn: Any, number: int | None, token_count: Any, rows: Any, kwargs: Any
     ) -> _losses.Losses:
         by_tokens = self.normalize == "tokens"
 
@@ -411,7 +378,7 @@ class PipelineEngine:
             if self.is_last or not callable(loss_fn):
                 _checks.function("loss_fn", loss_fn, "output", packed_input_ids=ids, cu_seqlens=cu_seqlens, **kwargs)
 
-        counts = self._prepare(kind, ids, cu_seqlens, number, kwargs, naming, token_count if by_tokens else False, check)
+        counts = self._prepare(kind, ids, cu_seqlens, number, kwargs, rows, token_count if by_tokens else False, check)
         if counts is not None:
             counts.total = _step.total_of(self, counts.numbers, kind.startswith("train"))
         return _losses.Losses(loss_fn, list(self._microbatches), counts)
