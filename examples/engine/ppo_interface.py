@@ -181,9 +181,7 @@ class _PPOInterface:
         for part in split_minibatches(whole, self.n_minibatches, engine.num_micro_batches):
             ids, cu_seqlens = part.pop("packed_input_ids"), part.pop("cu_seqlens")
             rows = dict.fromkeys(part, "token")
-            result = engine.train_batch(
-                ids, cu_seqlens, loss_fn, rows=rows, **counted_by(engine, count_tokens), **part
-            )
+            result = engine.train_batch(ids, cu_seqlens, loss_fn, rows=rows, **counted_by(engine, count_tokens), **part)
             stats = [] if result is None else result[1]
             self.micro_batch_stats += stats
             trained += 1

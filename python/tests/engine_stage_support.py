@@ -73,7 +73,7 @@ def config_of(name: str, **more: Any) -> Any:
         ),
         "gpt2": lambda: transformers.GPT2Config(**GPT2 | NO_DROPOUT | more),
         "gpt2-scales": lambda: transformers.GPT2Config(
-            **GPT2 | NO_DROPOUT | {"scale_attn_by_inverse_layer_idx": True, "reorder_and_upcast_attn": True, "n_inner": 20} | more
+            **GPT2 | NO_DROPOUT | {"scale_attn_by_inverse_layer_idx": True, "n_inner": 20} | more
         ),
         "gpt2-unscaled": lambda: transformers.GPT2Config(**GPT2 | NO_DROPOUT | {"scale_attn_weights": False} | more),
     }

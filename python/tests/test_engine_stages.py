@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 from typing import Any
 
@@ -116,20 +115,16 @@ def test_a_window_over_several_blocks_of_queries_is_that_of_the_model(monkeypatc
         near(run(stages_of(model, 2), ids, batch), own(model, ids, [17, 2, 23])[0])
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
-def test_rope_that_depends_on_length_takes_each_sequences_own(kind: str) -> None:
-    rope: dict[str, Any] = {"rope_theta": 10000.0, "rope_type": kind, "factor": 4.0}
-    if kind == "longrope":
-        rope |= {"short_factor": [1.0, 1.2, 1.4], "long_factor": [2.0, 3.0, 4.0], "original_max_position_embeddings": 8}
-    model = model_of("llama", rope_parameters=rope, max_position_embeddings=8 if kind == "dynamic" else 32)
-    ids, batch = packed([5, 20, 7, 12])
-    expected = [own(copy.deepcopy(model), part, [len(part)])[0] for part in ids.split([5, 20, 7, 12])]
-    stages = stages_of(model, 2)
-    near(run(stages, ids, batch), torch.cat(expected))
-    near(run(stages, ids, batch), torch.cat(expected))
-    stages[0].new_cache(1, 8)
-    with pytest.raises(errors.ArgumentError, match=rf"max_length is 9; rope of type '{kind}'"):
-        stages[0].new_cache(1, 9)
+@pytest.mark.parametrize(
+    ("name", "change", "says"),
+    [
+        ("llama", {"rope_parameters": {"rope_theta": 10000.0, "rope_type": "dynamic", "factor": 4.0}}, "has rope_type 'dynamic'"),
+        ("gpt2", {"reorder_and_upcast_attn": True}, "reorder_and_upcast_attn is True"),
+    ],
+)
+def test_what_stages_do_not_compute_is_refused(name: str, change: dict[str, Any], says: str) -> None:
+    with pytest.raises(errors.ArgumentError, match=says):
+        stages_of(model_of(name, **change), 2)
 
 
 @pytest.mark.parametrize("kernel", ["_flash", "_torch", "_torch without groups"])

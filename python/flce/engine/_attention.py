@@ -69,7 +69,6 @@ class Maths:
     window: int | None = None
     softcap: float | None = None
     dropout: float = 0.0
-    upcast: bool = False  #: scores and weights in fp32, for every dtype of the inputs
 
 
 @functools.cache
@@ -104,8 +103,7 @@ def attend(
         raise errors.UnavailableError(f"this version of transformers does not say by what a {kind} scales scores; use transformers 5.23")
     if query.dtype != value.dtype or key.dtype != value.dtype:  # autocast leaves what the rotary embedding returns in fp32
         query, key = query.to(value.dtype), key.to(value.dtype)
-    upcast = bool(getattr(module, "reorder_and_upcast_attn", False))
-    maths = Maths(scaling, sliding_window or None, softcap or None, dropout, upcast)
+    maths = Maths(scaling, sliding_window or None, softcap or None, dropout)
     batch = flce_packed.batch
     if batch.cache is None:
         return _packed(query, key, value, batch, maths), None
@@ -159,7 +157,7 @@ def _dense(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, maths
     """[B, Hq, M, d] of query [B, Hq, M, d], key and value [B, H, N, d]. mask, bool: [M, N] or one that broadcasts with [B, 1, M, N]; None
     is the causal one."""
     groups = query.shape[1] // key.shape[1]
-    if maths.softcap is None and not maths.upcast:
+    if maths.softcap is None:
         if query.is_cuda and mask is not None and groups > 1:  # no kernel but cuDNN's takes both
             key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
         with _without_plans(query.device):
@@ -168,13 +166,8 @@ def _dense(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, maths
             )
     if groups > 1:
         key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
-    if maths.upcast:
-        with torch.autocast(query.device.type, enabled=False):
-            scores = (query.float() @ key.float().transpose(2, 3)) * maths.scale
-    else:
-        scores = (query @ key.transpose(2, 3)) * maths.scale
-    if maths.softcap is not None:
-        scores = torch.tanh(scores / maths.softcap) * maths.softcap
+    scores = (query @ key.transpose(2, 3)) * maths.scale
+    scores = torch.tanh(scores / maths.softcap) * maths.softcap
     if mask is None:
         mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
     weights = torch.softmax(scores.masked_fill(~mask, float("-inf")), dim=-1, dtype=torch.float32).to(value.dtype)
@@ -201,7 +194,7 @@ _Varlen = Callable[[Tensor, Tensor, Tensor, PackedBatch, Maths], Tensor]
 
 def _varlen_kernel(query: Tensor, maths: Maths) -> _Varlen | None:
     """A kernel for packed sequences that can do this, if there is one here."""
-    if not query.is_cuda or query.dtype not in (torch.float16, torch.bfloat16) or maths.upcast:
+    if not query.is_cuda or query.dtype not in (torch.float16, torch.bfloat16):
         return None
     if query.shape[-1] % 8 or query.shape[-1] > 256 or torch.cuda.get_device_capability(query.device) < (8, 0):
         return None

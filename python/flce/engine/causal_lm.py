@@ -98,7 +98,7 @@ class CausalLMStage(Stage):
         sequences = _attention.Sequences.of(batch, self.plan.starts[self.stage])
         keywords: dict[str, Any] = {"attention_mask": None, "flce_packed": sequences}
         if self._rotary is not None:
-            keywords["position_embeddings"] = _rotations(self._rotary, hidden, batch)
+            keywords["position_embeddings"] = self._rotary(hidden, batch.position_ids.unsqueeze(0))
         for layer in self.layers:
             run = functools.partial(layer, **keywords)
             itself = getattr(layer, "gradient_checkpointing", False)
@@ -117,13 +117,6 @@ class CausalLMStage(Stage):
         for name, value in (("num_sequences", num_sequences), ("max_length", max_length)):
             _checks.integer(name, value, 1)
         self._check_length(max_length, "max_length is")
-        if _depends_on_length(self._rotary):
-            known = _original_length(self._rotary)
-            if max_length > known:
-                raise errors.ArgumentError(
-                    f"max_length is {max_length}; rope of type {self._rotary.rope_type!r} turns the keys of a sequence of more than "
-                    f"{known} tokens in another way, those in the cache too: generate at most {known} tokens, prompt included"
-                )
         attention: Any = next(module for module in self.layers[0].modules() if hasattr(module, "layer_idx"))
         heads = getattr(self.config, "num_key_value_heads", None) or self.config.num_attention_heads
         return KVCache(len(self.layers), num_sequences, max_length, heads, attention.head_dim, self.dtype, self.device)
@@ -263,6 +256,11 @@ def _refuse_options(config: Any, critic: bool) -> None:
         raise errors.ArgumentError("config.use_bidirectional_attention is set; stages are of causal language models")
     if getattr(config, "quantization_config", None) is not None:
         raise errors.ArgumentError("config.quantization_config is set; stages are of models that are not quantised")
+    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    if rope in ("dynamic", "longrope"):
+        raise errors.ArgumentError(f"config.rope_parameters has rope_type {rope!r}, whose frequencies hang on a sequence's length")
+    if getattr(config, "reorder_and_upcast_attn", False):
+        raise errors.ArgumentError("config.reorder_and_upcast_attn is True; stages compute attention in the dtype of their layers")
     others = set(getattr(config, "layer_types", None) or ()) - _KNOWN_LAYERS
     if others:
         raise errors.ArgumentError(f"config.layer_types has {sorted(others)}; stages know {sorted(_KNOWN_LAYERS)}")
@@ -397,30 +395,3 @@ def _first(output: Any) -> Tensor:
     """Layers of older versions of transformers return tuples."""
     hidden: Tensor = output[0] if isinstance(output, tuple) else output
     return hidden
-
-
-def _depends_on_length(rotary: Any) -> bool:
-    """Whether a sequence's length changes the frequencies."""
-    kind = getattr(rotary, "rope_type", "default")
-    return "dynamic" in kind or kind == "longrope"
-
-
-def _original_length(rotary: Any) -> int:
-    if rotary.rope_type == "longrope":
-        return int(rotary.config.rope_parameters["original_max_position_embeddings"])
-    return int(rotary.original_max_seq_len)
-
-
-def _rotations(rotary: Any, hidden: Tensor, batch: PackedBatch) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [1, T, d] of the tokens' places. Where a sequence's length changes them, each sequence has its own, for any
-    neighbours and any earlier sequences."""
-    places = batch.position_ids.unsqueeze(0)
-    if not _depends_on_length(rotary):
-        cosines, sines = rotary(hidden, places)
-        return cosines, sines
-    made = []
-    for part in places.split([length for length in batch.lengths if length > 0], dim=1):
-        if "dynamic" in rotary.rope_type:
-            rotary.max_seq_len_cached, rotary.inv_freq = rotary.original_max_seq_len, rotary.original_inv_freq
-        made.append(rotary(hidden, part))
-    return torch.cat([c for c, _ in made], dim=1), torch.cat([s for _, s in made], dim=1)
