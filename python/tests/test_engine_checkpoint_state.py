@@ -222,15 +222,31 @@ def without(part: str) -> TrainingParts:
 
 MISMATCHES: dict[str, tuple[Any, type[Exception], str]] = {
     "stages": (lambda: parts_of(1, num_stages=2), errors.CheckpointError, "saved with num_stages 1, and this training has 2"),
-    "shapes": (lambda: parts_of(1, width=4), errors.ShapeError, r"'layers.0.weight' has shape \[8, 8\], and the stage has \[4, 4\]"),
-    "dtypes": (lambda: parts_of(1, dtype=torch.bfloat16), errors.DTypeError, "is torch.float32, and the stage has torch.bfloat16"),
+    "shapes": (
+        lambda: parts_of(1, width=4),
+        errors.CheckpointError,
+        r"'layers.0.weight' of stage 0 .*\[8, 8\], .* has .*\[4, 4\]",
+    ),
+    "dtypes": (
+        lambda: parts_of(1, dtype=torch.bfloat16),
+        errors.CheckpointError,
+        "of stage 0 torch.float32 .* has torch.bfloat16",
+    ),
     "optimizer": (
         lambda: parts_of(1, torch.optim.SGD),
         errors.CheckpointError,
         r"optimizer torch.optim.adamw.AdamW.*has torch.optim.sgd.SGD",
     ),
-    "groups": (other_group, errors.CheckpointError, r"optimizer group 0 has other parameters: saved but not here \['0:layers.3.weight'\]"),
-    "order": (other_order, errors.CheckpointError, "optimizer group 0 has its parameters in another order"),
+    "groups": (
+        other_group,
+        errors.CheckpointError,
+        r"optimizer group 0 .*, and this training has \['0:layers.0.weight'\]",
+    ),
+    "order": (
+        other_order,
+        errors.CheckpointError,
+        r"optimizer group 0 .*, and this training has \['0:layers.3",
+    ),
     "no scheduler": (
         lambda: without("lr_scheduler"),
         errors.CheckpointError,
@@ -260,7 +276,7 @@ def test_other_names_and_damaged_files_are_refused(tmp_path: Path) -> None:
     folder = save_state(parts, tmp_path, 1)
     renamed = parts_of(1)
     renamed.stages[0].head_bias = nn.Parameter(torch.zeros(2))  # type: ignore[assignment]
-    with pytest.raises(errors.CheckpointError, match=r"stage 0 has other parameters.*here but not saved \['head_bias'\]"):
+    with pytest.raises(errors.CheckpointError, match=r"'head_bias' of stage 0 None, and this training has torch.float32 \[2\]"):
         load_state(renamed, tmp_path)
     file = folder / "rank-00-of-01.data-00-of-01.pt"
     content = file.read_bytes()

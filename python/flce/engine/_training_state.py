@@ -22,7 +22,7 @@ from flce.engine._checkpoint_files import read_json
 from flce.engine._collective import Group, gather, rank_of, size_of, step, write_together
 from flce.engine._replacement import present, replace_text, write_text
 from flce.engine._stage import Stage
-from flce.errors import ArgumentError, CheckpointError, DTypeError, ShapeError
+from flce.errors import ArgumentError, CheckpointError
 
 if TYPE_CHECKING:
     from flce.engine._pipeline_engine import PipelineEngine
@@ -116,8 +116,8 @@ def load_state(engine: Trained, directory: str | os.PathLike[str], step: int | N
         directory: what `save_state` was given.
         step: which state; None: the latest.
 
-    Raises CheckpointError: no state, files that are missing or damaged, another number of stages or ranks, other parameters, another
-    optimizer or scheduler. ShapeError, DTypeError: parameters of other shapes or dtypes. ArgumentError: step is no whole number.
+    Raises CheckpointError: no state, files that are missing or damaged, another number of stages or ranks, other parameters, shapes
+    or dtypes, another optimizer or scheduler. ArgumentError: step is no whole number.
     """
     groups = _groups_of(engine)
     content = agreed(groups, lambda: _read(engine, Path(directory), step))
@@ -187,15 +187,26 @@ def _class_of(thing: Any) -> str | None:
     return None if thing is None else f"{type(thing).__module__}.{type(thing).__qualname__}"
 
 
+def _description(engine: Trained) -> dict[str, Any]:
+    """What a training has to be like for a state of it: parameters and buffers with shapes and dtypes, by stage; the classes of optimizer
+    and scheduler; and the parameters of the optimizer's groups, in order."""
+    tensors = {
+        f"{name!r} of stage {stage.stage}": f"{tensor.dtype} {list(tensor.shape)}"
+        for stage in engine.stages
+        for name, tensor in stage.state_dict().items()
+    }
+    parts = {name: _class_of(getattr(engine, name)) for name in ("optimizer", "lr_scheduler")}
+    names = {f"optimizer group {number}": str(names) for number, names in enumerate(_names_of_groups(engine))}
+    return _shape_of(engine) | tensors | parts | names
+
+
 def _content_of(engine: Trained, step: int, extra: Any) -> dict[str, Any]:
-    parts = (engine.optimizer, engine.lr_scheduler)
     return {
         "step": step,
         "version_steps": engine.version_steps,
+        "description": _description(engine),
         "stages": {stage.stage: {name: _own(tensor) for name, tensor in stage.state_dict().items()} for stage in engine.stages},
-        "names": _names_of_groups(engine),
-        "classes": [_class_of(part) for part in parts],
-        "states": [None if part is None else part.state_dict() for part in parts],
+        "states": [None if part is None else part.state_dict() for part in (engine.optimizer, engine.lr_scheduler)],
         "random": _random_state(_device_of(engine)),
         "extra": extra,
     }
@@ -302,39 +313,17 @@ def _read(engine: Trained, directory: Path, step: int | None) -> dict[str, Any]:
         content: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:
         raise CheckpointError(f"{file} cannot be read: {error}") from error
-    _check(engine, content, file)
+    _check(engine, content["description"], file)
     return content
 
 
-def _check(engine: Trained, content: dict[str, Any], file: Path) -> None:
-    numbers = sorted(stage.stage for stage in engine.stages)
-    if sorted(content["stages"]) != numbers:
-        raise CheckpointError(f"{file} has the stages {sorted(content['stages'])}, and this rank has {numbers}")
-    for stage in engine.stages:
-        own, saved = stage.state_dict(), content["stages"][stage.stage]
-        _same_names(own, saved, f"{file}: stage {stage.stage}")
-        for name, tensor in own.items():
-            if tensor.shape != saved[name].shape:
-                raise ShapeError(f"{file}: {name!r} has shape {list(saved[name].shape)}, and the stage has {list(tensor.shape)}")
-            if tensor.dtype != saved[name].dtype:
-                raise DTypeError(f"{file}: {name!r} is {saved[name].dtype}, and the stage has {tensor.dtype}")
-    for part, there in zip(("optimizer", "lr_scheduler"), content["classes"], strict=True):
-        here = _class_of(getattr(engine, part))
-        if here != there:
-            raise CheckpointError(f"{file} was saved with {part} {there}, and this training has {here}")
-    groups = _names_of_groups(engine)
-    if len(groups) != len(content["names"]):
-        raise CheckpointError(f"{file}: the optimizer had {len(content['names'])} parameter groups, and has {len(groups)}")
-    for number, (names, old) in enumerate(zip(groups, content["names"], strict=True)):
-        _same_names(names, old, f"{file}: optimizer group {number}")
-        if names != old:
-            raise CheckpointError(f"{file}: optimizer group {number} has its parameters in another order, {names[:4]} and saved {old[:4]}")
-
-
-def _same_names(here: Any, saved: Any, where: str) -> None:
-    new, gone = sorted(set(here) - set(saved)), sorted(set(saved) - set(here))
-    if new or gone:
-        raise CheckpointError(f"{where} has other parameters: saved but not here {gone[:4]}, here but not saved {new[:4]}")
+def _check(engine: Trained, saved: dict[str, Any], where: Path) -> None:
+    here = _description(engine)
+    for key in (*saved, *here):
+        if saved.get(key) != here.get(key):
+            raise CheckpointError(
+                f"{where} was saved with {key} {saved.get(key)}, and this training has {here.get(key)}; they must be equal"
+            )
 
 
 @torch.no_grad()
