@@ -66,7 +66,7 @@ def refuses() -> None:
     with pytest.raises(flce.PipelineError, match="tied_weight of stage 0 and of stage 1 differ in values"):
         PipelineEngine(tied)
     for wrong, said in WRONG_OPTIONS:  # on one rank: the other one hears of it
-        with pytest.raises(Exception if odd else flce.ArgumentError, match=said if odd else f"rank 1 of the pipeline: .*{said}"):
+        with pytest.raises(Exception if odd else flce.PipelineError, match=said if odd else f"rank 1 of 2: .*{said}"):
             PipelineEngine(stage, **(wrong if odd else {}))
 
 
@@ -107,7 +107,7 @@ def tied_copies_are_kept_alike() -> None:
 
     def refused(says: str) -> None:
         for _ in range(2):  # once found, it is looked for in every batch
-            with pytest.raises(flce.PipelineError, match=f"tied_weight of stage 0 .* and of stage 1 differ in {says}") as caught:
+            with pytest.raises(flce.PipelineError, match=f"tied_weight of stage 0 and of stage 1 differ in {says}") as caught:
                 engine.train_batch(ids, cu_seqlens, sft_loss, labels=ids)
             assert caught.value.stage == 1
 
@@ -122,12 +122,6 @@ def tied_copies_are_kept_alike() -> None:
     engine.optimizer = torch.optim.SGD([p for p in stage.parameters() if p is not weight or engine.is_first], lr=0.01)
     refused("requires_grad or options of the optimizer")
     engine.optimizer = torch.optim.SGD(stage.parameters(), lr=0.01)
-    with torch.no_grad():
-        weight[0, 0] += float(engine.is_last)
-    engine._batches = 255
-    refused("values")
-    with torch.no_grad():
-        weight[0, 0] -= float(engine.is_last)
     engine.max_grad_norm = 1.0 if engine.is_first else None
     with pytest.raises(flce.PipelineError, match="called with different arguments: normalize, max_grad_norm or nonfinite"):
         engine.train_batch(ids, cu_seqlens, sft_loss, labels=ids)
@@ -154,14 +148,14 @@ def refuses_copies(pipeline: Any, copies: Any) -> None:
     tied = ToyStage(rank % 2, 2, tied=True)
     if rank == 3:
         tied.head.weight.data[3, 3] += 1e-6
-    said = ("data-parallel rank 1 could not make its engine: " if rank < 2 else "") + "tied_weight of stage 0"
+    said = ("rank 1 of 2: " if rank < 2 else "") + ".*tied_weight of stage 0"
     with pytest.raises(flce.PipelineError, match=said):
         made(tied)
     misplaced = ToyStage(1 - rank % 2 if rank == 2 else rank % 2, 2)
-    with pytest.raises(flce.ArgumentError if rank > 1 else flce.PipelineError, match="rank 0 of 2 was given stages"):
+    with pytest.raises(flce.ArgumentError if rank == 2 else flce.PipelineError, match="rank 0 of 2 was given stages"):
         made(misplaced)
     wrong = {"normalize": "words"} if rank == 2 else {}
-    with pytest.raises(flce.ArgumentError if rank > 1 else flce.PipelineError, match="normalize is 'words'"):
+    with pytest.raises(flce.ArgumentError if rank == 2 else flce.PipelineError, match="normalize is 'words'"):
         made(stage, **wrong)
     if rank == 2:
         with torch.no_grad():

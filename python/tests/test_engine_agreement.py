@@ -7,14 +7,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 import flce
 from flce.engine import _agreement
-from flce.engine._agreement import WHAT, Agreed, Agreement, Call, Stepping, checksum
+from flce.engine._agreement import Agreed, Agreement, Call, Stepping, checksum
 
-CPU = torch.device("cpu")
 IDS = torch.arange(6)
+REFUSED = ("ArgumentError: a wrong argument", {}, Stepping())
 
 
 def call(**changes: Any) -> Call:
@@ -24,41 +23,28 @@ def call(**changes: Any) -> Call:
         "lengths": (2, 4),
         "packed_input_ids": IDS,
         "keywords": {"positions": torch.zeros(6)},
-        "stepping": Stepping(7, 1, {}, {}),
+        "stepping": Stepping(7, 1),
     }
     return Call(**(given | changes))
 
 
-def tied(what: int = 3, weight: Tensor | None = None, end: int = 0) -> Stepping:
-    return Stepping(7, 1, {end: what}, {} if weight is None else {end: weight})
-
-
 class Ranks:
-    """An agreement of stage 0 with stages 1 and 2, and what the others tell."""
+    """An agreement of stage 0 with stages 1 and 2, and what the others tell; copies: what data-parallel ranks tell."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *others: Call | None) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *others: Call | None, copies: tuple[Any, ...] = ()) -> None:
         self.agreement = Agreement.__new__(Agreement)
-        vars(self.agreement).update(
-            group=None, ranks=[0, 1, 2], rank=0, device=CPU, stages=[(0,), (1,), (2, 3)], ends=(0, 3), parted=False, _store=None, _calls=0
-        )
-        self.others = others
-        monkeypatch.setattr(_agreement.dist, "all_gather", self.all_gather)
+        vars(self.agreement).update(group="pipeline", ranks=[0, 1, 2], rank=0, stages=[(0,), (1,), (2, 3)], _store=None)
+        told = [REFUSED if other is None else (None, other.facts(), other.stepping) for other in others]
+        monkeypatch.setattr(_agreement, "gather", lambda group, own: [own, *(told if group == "pipeline" else copies)])
 
-    def all_gather(self, rows: list[Tensor], row: Tensor, group: Any) -> None:
-        for place, other in zip(rows, (row, *self.rows(row)), strict=True):
-            place.copy_(other)
-
-    def rows(self, row: Tensor) -> list[Tensor]:
-        return [torch.zeros_like(row) if other is None else other.row(CPU, (0, 3)) for other in self.others]
-
-    def refusal(self, mine: Call | None = None) -> str:
+    def refusal(self, mine: Call | None = None, copies: Any = None) -> str:
         def prepare() -> Call:
             if mine is None:
                 raise flce.ArgumentError("a wrong argument")
             return mine
 
         try:
-            self.agreement.check_called_alike(prepare, None)
+            self.agreement.check_called_alike(prepare, copies)
         except Agreed as agreed:
             return str(agreed.error)
         return ""
@@ -75,16 +61,16 @@ def test_ranks_called_alike_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("what", "changes"),
     [
-        (WHAT[0], {"kind": "eval_batch"}),
-        (WHAT[1], {"num_micro_batches": 3}),
-        (WHAT[2], {"lengths": (1, 1, 4)}),
-        (WHAT[3], {"lengths": (4, 2)}),
-        (WHAT[4], {"packed_input_ids": IDS.flip(0)}),
-        (WHAT[5], {"keywords": {}}),
-        (WHAT[5], {"keywords": {"positions": torch.zeros(5)}}),
-        (WHAT[5], {"keywords": {"positions": torch.zeros(6, dtype=torch.int64)}}),
-        (WHAT[6], {"stepping": Stepping(8, 1, {}, {})}),
-        (WHAT[6], {"stepping": None}),
+        ("the call and its options", {"kind": "eval_batch"}),
+        ("the number of microbatches", {"num_micro_batches": 3}),
+        ("the number of sequences", {"lengths": (1, 1, 4)}),
+        ("cu_seqlens", {"lengths": (4, 2)}),
+        ("packed_input_ids", {"packed_input_ids": IDS.flip(0)}),
+        ("the keywords", {"keywords": {}}),
+        ("the keywords", {"keywords": {"positions": torch.zeros(5)}}),
+        ("the keywords", {"keywords": {"positions": torch.zeros(6, dtype=torch.int64)}}),
+        ("normalize, max_grad_norm or nonfinite", {"stepping": Stepping(8, 1)}),
+        ("normalize, max_grad_norm or nonfinite", {"stepping": Stepping()}),
     ],
 )
 def test_what_is_not_alike_is_named_with_both_stages(monkeypatch: pytest.MonkeyPatch, what: str, changes: dict[str, Any]) -> None:
@@ -95,24 +81,27 @@ def test_what_is_not_alike_is_named_with_both_stages(monkeypatch: pytest.MonkeyP
 
 def test_a_rank_that_refuses_its_arguments_is_refused_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Ranks(monkeypatch, call(), call()).refusal(None) == "a wrong argument"
-    assert Ranks(monkeypatch, None, call()).refusal(call()).startswith("stage 1 refused what it was called with")
-    assert Ranks(monkeypatch, call(), None).refusal(call()).startswith("stages 2 and 3 refused what it was called with")
+    said = "refused what it was called with: ArgumentError: a wrong argument. Nothing was computed"
+    assert Ranks(monkeypatch, None, call()).refusal(call()) == f"stage 1 {said}"
+    assert Ranks(monkeypatch, call(), None).refusal(call()) == f"stages 2 and 3 {said}"
 
 
-def test_copies_of_a_tied_weight_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    weight = torch.tensor([1.0, 2.0])
-    for mine, other, says in (
-        (tied(), tied(end=3), ""),
-        (tied(4), tied(5, end=3), "differ in requires_grad or options of the optimizer"),
-        (tied(), Stepping(7, 1, {}, {}), "differ in requires_grad or options of the optimizer"),
-        (tied(weight=weight), tied(weight=weight.clone(), end=3), ""),
-        (tied(weight=weight), tied(weight=weight.flip(0), end=3), "differ in values"),
-        (tied(weight=weight), tied(end=3), ""),  # compared now and then: not in this call
-    ):
-        ranks = Ranks(monkeypatch, call(stepping=tied(end=1)), call(stepping=other))
-        refusal = ranks.refusal(call(stepping=mine))
-        assert says in refusal and bool(says) == bool(refusal), refusal
-        assert ranks.agreement.parted == ("values" in says)
+def test_settings_of_a_tied_weights_copies_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    for mine, other, differs in ((3, 3, False), (3, 4, True), (3, None, True), (None, None, False)):
+        ranks = Ranks(monkeypatch, call(), call(stepping=Stepping(7, 1, other)))
+        refusal = ranks.refusal(call(stepping=Stepping(7, 1, mine)))
+        assert ("of stage 0 and of stage 3 differ in requires_grad or options of the optimizer" in refusal) == differs == bool(refusal)
+
+
+def test_copies_of_a_pipeline_hear_of_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    alike = (None, [1, 1, 1])
+    assert Ranks(monkeypatch, call(), call(), copies=(alike,)).refusal(call(), "copies") == ""
+    parted = Ranks(monkeypatch, call(), call(), copies=(alike, (None, [1, 1, 2]))).refusal(call(), "copies")
+    assert "data-parallel copies are stepped otherwise" in parted
+    refused = Ranks(monkeypatch, call(), call(), copies=(("no such label", [1, 1, 1]),)).refusal(call(), "copies")
+    assert refused == "another data-parallel rank refused its batch: no such label. Nothing was computed"
+    own = Ranks(monkeypatch, call(num_micro_batches=3), call(), copies=(alike,)).refusal(call(), "copies")
+    assert "the number of microbatches" in own
 
 
 def test_a_checksum_is_of_bits_and_their_places() -> None:
@@ -125,33 +114,15 @@ def test_a_checksum_is_of_bits_and_their_places() -> None:
     assert checksum(torch.tensor([1], dtype=torch.int32)) == 1
 
 
-def test_a_refusal_is_told_to_the_other_ranks_and_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = dist.HashStore()
-    refusing, other = Ranks(monkeypatch, call(), call()), Ranks(monkeypatch, None, call())
-    for ranks in (refusing, other):
-        ranks.agreement._store = store
-    assert refusing.refusal() == "a wrong argument"
-    assert store.get("refused 1").decode() == "0 ArgumentError: a wrong argument"
-    assert "refused what it was called with: ArgumentError: a wrong argument. Nothing" in other.refusal(call())
-    # A difference between the ranks of one pipeline is a refusal, too, for the copies of the pipeline.
-    monkeypatch.setattr(_agreement.dist, "all_reduce", lambda *_, **__: None)
-    differs = Ranks(monkeypatch, call(num_micro_batches=3), call())
-    differs.agreement._store, differs.agreement._calls = store, 1
-    with pytest.raises(Agreed, match="the number of microbatches"):
-        differs.agreement.check_called_alike(call, CPU)  # type: ignore[arg-type]  # any group
-    assert "the number of microbatches" in store.get("refused 2").decode()
-
-
-def test_values_of_tied_weights_are_compared_where_both_stages_tell_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    ranks = Ranks(monkeypatch, call(stepping=tied()), call(stepping=tied(weight=torch.ones(3), end=3)))
-    assert ranks.refusal(call(stepping=tied())) == ""
-    assert not ranks.agreement.parted
-
-
-def test_an_agreement_begins_with_copies_that_are_alike() -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        agreement = Agreement(dist.group.WORLD, CPU)
-        assert (agreement.name, agreement.rank, agreement.parted, agreement.ends) == ("0", 0, False, (0, 0))
-    finally:
-        dist.destroy_process_group()
+def test_the_first_failure_is_what_ranks_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = Ranks(monkeypatch).agreement
+    said = "stage 0 could not exchange data with another stage, which is gone or does not answer"
+    error = ranks.reason(RuntimeError("Connection closed\nby peer"))  # without a store
+    assert (error.stage, str(error)) == (None, f"{said} (seen by stage 0: Connection closed)")
+    ranks._store = dist.HashStore()
+    ranks.tell(1, "stage 1 failed: ValueError: no such layer")
+    ranks.tell(2, "stage 2 failed")
+    error = ranks.reason(RuntimeError("Connection closed"))
+    assert (error.stage, str(error)) == (1, "stage 1 failed: ValueError: no such layer (seen by stage 0: Connection closed)")
+    ranks._store = dist.HashStore()
+    assert ranks.reason(RuntimeError("Connection closed")).stage is None

@@ -35,30 +35,36 @@ def gather(group: Group, value: T) -> list[T]:
     return values
 
 
-def agree(groups: Sequence[Group], error: BaseException | None) -> None:
-    """Raises this rank's error, or a CheckpointError where another rank has one, on every rank of the groups: a grid's rows and then its
+def agree(groups: Sequence[Group], error: BaseException | None, kind: Callable[[str, Any], Exception]) -> None:
+    """Raises this rank's error, or one of `kind` where another rank has one, on every rank of the groups: a grid's rows and then its
     columns reach all of it."""
     message = None if error is None else f"{type(error).__name__}: {error}"
+    stage = getattr(error, "stage", None)
     for group in groups:
-        told = gather(group, message)
-        where = next((rank for rank, said in enumerate(told) if said is not None), None)
+        told = gather(group, (message, stage))
+        where = next((rank for rank, (said, _) in enumerate(told) if said is not None), None)
         if message is None and where is not None:
-            message = f"rank {where} of {len(told)}: {told[where]}"
+            message, stage = f"rank {where} of {len(told)}: {told[where][0]}", told[where][1]
     if error is not None:
         raise error
     if message is not None:
-        raise CheckpointError(f"nothing was done, as another rank failed: {message}")
+        raise kind(f"nothing was done, as another rank failed: {message}", stage)
 
 
-def step(groups: Sequence[Group], action: Callable[[], T]) -> T:
-    """Returns the result of `action`, once it has succeeded on every rank of the groups. Its error on one of them is raised on all."""
+def _checkpoint_error(message: str, stage: Any) -> CheckpointError:
+    return CheckpointError(message)
+
+
+def step(groups: Sequence[Group], action: Callable[[], T], kind: Callable[[str, Any], Exception] = _checkpoint_error) -> T:
+    """Returns the result of `action`, once it has succeeded on every rank of the groups. Its error on one of them is raised on all,
+    as one of `kind` on the others."""
     error: BaseException | None = None
     result: Any = None
     try:
         result = action()
     except Exception as raised:
         error = raised
-    agree(groups, error)
+    agree(groups, error, kind)
     return result  # type: ignore[no-any-return]
 
 

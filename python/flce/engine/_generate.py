@@ -37,7 +37,7 @@ from torch import Tensor, nn
 
 from flce import errors
 from flce.engine import _microbatches
-from flce.engine._agreement import Agreed, Call
+from flce.engine._agreement import Agreed, Call, Stepping
 from flce.engine._cache import KVCache
 from flce.engine._output import HeadOutput
 from flce.engine._packed import PackedBatch
@@ -101,7 +101,7 @@ def generate(
         cut = _microbatches.split(packed_input_ids, lengths, starts, engine.device, {}, {})
         parts = [_Part.of(part, stage, config) for part in cut]
         made.append(_Pipeline(engine, config, ends, pad, seed, parts))
-        return Call(f"generate {config} {ends} {pad} {seed}", number, lengths, packed_input_ids, {})
+        return Call(f"generate {config} {ends} {pad} {seed}", number, lengths, packed_input_ids, {}, Stepping())
 
     with engine._watching(), torch.no_grad(), _evaluation(stage):
         engine._agreement.check_called_alike(prepare, None)

@@ -130,9 +130,7 @@ def kinds_of(kwargs: Mapping[str, Any], lengths: Sequence[int], rows: Mapping[st
         named = rows.get(name)
         if named in sizes and (not isinstance(value, Tensor) or value.dim() == 0 or value.shape[0] != sizes[named]):
             shape = list(value.shape) if isinstance(value, Tensor) else f"no tensor but a {type(value).__name__}"
-            raise errors.ShapeError(
-                f"{name} has shape {shape}; with rows[{name!r}] {named!r} its first dimension must be {sizes[named]}"
-            )
+            raise errors.ShapeError(f"{name} has shape {shape}; with rows[{name!r}] {named!r} its first dimension must be {sizes[named]}")
         if named is not None or not isinstance(value, Tensor) or value.dim() == 0:
             kinds[name] = named or WHOLE
             continue

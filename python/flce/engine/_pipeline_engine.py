@@ -13,14 +13,12 @@ from torch import Tensor, nn
 
 from flce import errors
 from flce.engine import _checks, _forward, _generate, _losses, _microbatches, _schedules, _setup, _step, _transport
-from flce.engine._agreement import Agreed, Call
+from flce.engine._agreement import Agreed, Call, Stepping
 from flce.engine._generate import Generated
 from flce.engine._microbatches import Microbatch
 from flce.engine._output import HeadOutput, head_options_of, vocab_size_of
 from flce.engine._sampling import GenerationConfig
 from flce.engine._stage import Stage
-
-_COMPARE_EVERY = 256  # batches, tied weights; and behind the first, the second, the fourth, …
 
 
 class PipelineEngine:
@@ -109,7 +107,6 @@ class PipelineEngine:
         self._microbatches: list[Microbatch] = []
         self._failure: BaseException | None = None
         self._failed: str | None = None
-        self._batches = 0  # batches that were trained on
 
     @property
     def is_first(self) -> bool:
@@ -339,8 +336,6 @@ class PipelineEngine:
         """Cuts the batch, and sees that every rank was called with the same. Returns the microbatches' counted tokens, where asked for."""
         counts: _losses.Counts | None = None
         train = kind.startswith("train")
-        self._batches += train
-        compares = self._agreement.parted or self._batches & (self._batches - 1) == 0 or self._batches % _COMPARE_EVERY == 0
         wanted = self.num_micro_batches if num_micro_batches is None else num_micro_batches
 
         def prepare() -> Call:
@@ -354,7 +349,7 @@ class PipelineEngine:
             self._schedule(train, wanted)
             if not isinstance(token_count, bool):
                 counts = _losses.counts_of(token_count, self._microbatches, lengths, kinds, vocab_size_of(self.stages))
-            stepping = _setup.stepping_of(self, compares) if train else None
+            stepping = _setup.stepping_of(self) if train else Stepping()
             # Version steps decide a stage's learning rate.
             return Call(f"{kind} {self.version_steps}", wanted, lengths, packed_input_ids, keywords, stepping)
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from flce import errors
 from flce.engine import _schedules
 from flce.engine._agreement import NOT_ALIKE, Agreement, Stepping, checksum, digest
+from flce.engine._collective import gather, step
 from flce.engine._output import vocab_size_of
 from flce.engine._stage import Stage
 
@@ -88,27 +89,31 @@ def meet(engine: PipelineEngine, error: Exception | None) -> tuple[Agreement, Ti
     """Tells the other ranks what this one was made with, and checks that it fits; `error`: why this rank cannot make its engine. Raises it,
     or ArgumentError, PipelineError, and on every rank, of data-parallel copies too."""
     agreement = Agreement(engine.pipeline_group, torch.device("cpu") if error else engine.device)
-    numbers, settings = ((), {}) if error else (tuple(stage.stage for stage in engine.stages), _settings_of(engine))
-    problem = error
-    if error is None:
-        try:
-            _schedules.check_placement(engine.schedule, numbers, engine.num_stages, agreement.rank, len(agreement.ranks))
-            _check_stages(engine.stages)
-        except errors.ArgumentError as refused:
-            problem = refused
-    known = ({}, []) if problem else (_tied_of(engine), _num_embeddings_of(engine.stages))
-    told = agreement.gather((numbers, settings, None if problem is None else str(problem), *known))
+    copies = engine.data_parallel_group
+    groups = [engine.pipeline_group] if copies is None else [engine.pipeline_group, copies]
+
+    def alone() -> tuple[Any, ...]:
+        if error is not None:
+            raise error
+        numbers = tuple(stage.stage for stage in engine.stages)
+        _schedules.check_placement(engine.schedule, numbers, engine.num_stages, agreement.rank, len(agreement.ranks))
+        _check_stages(engine.stages)
+        stepping = stepping_of(engine)
+        bits = [int(checksum(parameter)) for parameter in engine.parameters()]
+        return numbers, _settings_of(engine), _tied_of(engine, stepping), _num_embeddings_of(engine.stages), (stepping.copy, bits)
+
+    told = gather(engine.pipeline_group, step(groups, alone, errors.PipelineError))
     agreement.stages = [numbers for numbers, *_ in told]
-    agreement.ends = (0, engine.num_stages - 1) if error is None else agreement.ends
-    agreement.num_embeddings = min((pair for *_, pairs in told for pair in pairs), default=(0, None))[1]
-    tied = Tied()
-    try:
-        if problem is None:
-            _check_told(agreement, [(others, said) for _, others, said, *_ in told])
-            tied = _check_tied(engine, agreement, [part for *_, part, _ in told])
-    except (errors.ArgumentError, errors.PipelineError) as refused:
-        problem = refused
-    agreement.open_store(_check_copies(engine, agreement, problem))
+    agreement.num_embeddings = min((pair for *_, pairs, _ in told for pair in pairs), default=(0, None))[1]
+
+    def together() -> Tied:
+        _check_settings(agreement, [settings for _, settings, *_ in told])
+        return _check_tied(engine, agreement, [tied for _, _, tied, *_ in told])
+
+    tied = step(groups, together, errors.PipelineError)
+    of_copies = [] if copies is None else gather(copies, (told[agreement.rank][-1], agreement.name))
+    step(groups, lambda: _check_copies(agreement, [facts for facts, _ in of_copies]), errors.PipelineError)
+    agreement.open_store(min((name for _, name in of_copies), default=agreement.name))
     return agreement, tied
 
 
@@ -134,14 +139,9 @@ def _settings_of(engine: PipelineEngine) -> dict[str, Any]:
     }
 
 
-def _check_told(agreement: Agreement, told: Sequence[tuple[dict[str, Any], str | None]]) -> None:
-    """Checks that no rank has refused its settings, and that all ranks have this one's settings."""
-    settings, _ = told[agreement.rank]
-    for rank, (_, refused) in enumerate(told):
-        if refused is not None:
-            raise errors.ArgumentError(f"rank {rank} of the pipeline: {refused}")
-    for rank, (others, _) in enumerate(told):
-        for name, value in settings.items():
+def _check_settings(agreement: Agreement, told: Sequence[dict[str, Any]]) -> None:
+    for rank, others in enumerate(told):
+        for name, value in told[agreement.rank].items():
             if others[name] != value:
                 raise errors.ArgumentError(
                     f"{agreement.says(agreement.rank)} was made with {name} {value!r}, {agreement.says(rank)} with {others[name]!r}; they "
@@ -164,23 +164,17 @@ def _check_stages(stages: Sequence[Stage]) -> None:
             raise errors.ArgumentError(f"stage {stage.stage} is the last one and has no head; `head` is its output layer")
 
 
-def stepping_of(engine: PipelineEngine, with_values: bool) -> Stepping:
-    """Settings by which copies of this rank's parameters are stepped; with_values: a tied weight's values are compared too."""
+def stepping_of(engine: PipelineEngine) -> Stepping:
+    """Settings by which copies of this rank's parameters are stepped."""
     groups = [(group, _options_of(engine.optimizer, group)) for group in getattr(engine.optimizer, "param_groups", ())]
     numbers = {id(parameter): number for number, (group, _) in enumerate(groups) for parameter in group["params"]}
     settings = [getattr(engine, name) for name in ("normalize", "max_grad_norm", "nonfinite")]
-    parameters = [
-        (name, parameter.requires_grad, numbers.get(id(parameter)))
-        for stage in engine.stages
-        for name, parameter in stage.named_parameters()
-    ]
-    weights = {stage.stage: stage.tied_weight for stage in engine.stages if stage.num_stages > 1 and stage.tied_weight is not None}
-    tied = {}
-    for end, weight in weights.items():
-        options = groups[numbers[id(weight)]][1] if id(weight) in numbers else None
-        tied[end] = digest(repr((weight.requires_grad, options)))
-    copy = digest(repr((settings, [options for _, options in groups], parameters)))
-    return Stepping(digest(repr(settings)), copy, tied, weights if with_values else {})
+    named = [each for stage in engine.stages for each in stage.named_parameters()]
+    parameters = [(name, parameter.requires_grad, numbers.get(id(parameter))) for name, parameter in named]
+    tied = None
+    for weight in (stage.tied_weight for stage in engine.stages if stage.num_stages > 1 and stage.tied_weight is not None):
+        tied = digest((weight.requires_grad, groups[numbers[id(weight)]][1] if id(weight) in numbers else None))
+    return Stepping(digest(settings), digest((settings, [options for _, options in groups], parameters)), tied)
 
 
 def _options_of(optimizer: Any, group: dict[str, Any]) -> list[Any]:
@@ -197,13 +191,10 @@ def _options_of(optimizer: Any, group: dict[str, Any]) -> list[Any]:
     return [type(optimizer).__name__, *((name, plain(group[name])) for name in sorted(defaults) if name in group)]
 
 
-def _tied_of(engine: PipelineEngine) -> dict[int, tuple[Any, ...]]:
-    """Facts of tied weights by stage: shape, dtype, settings of the step, and a checksum of the bits."""
-    stepping = stepping_of(engine, True)
-    return {
-        stage: (tuple(weight.shape), str(weight.dtype), stepping.tied[stage], int(checksum(weight)))
-        for stage, weight in stepping.weights.items()
-    }
+def _tied_of(engine: PipelineEngine, stepping: Stepping) -> dict[int, tuple[Any, ...]]:
+    """Facts of a tied weight by stage: shape, dtype, settings of the step, and a checksum of the bits."""
+    weights = {stage.stage: stage.tied_weight for stage in engine.stages if stage.num_stages > 1 and stage.tied_weight is not None}
+    return {stage: (tuple(weight.shape), str(weight.dtype), stepping.tied, int(checksum(weight))) for stage, weight in weights.items()}
 
 
 def _check_tied(engine: PipelineEngine, agreement: Agreement, told: list[dict[int, tuple[Any, ...]]]) -> Tied:
@@ -231,36 +222,13 @@ def _check_tied(engine: PipelineEngine, agreement: Agreement, told: list[dict[in
     return Tied(weight, agreement.ranks[-1 if stage.is_first else 0], stage.is_last)
 
 
-def _check_copies(engine: PipelineEngine, agreement: Agreement, problem: Exception | None) -> str:
-    """Checks that no rank of any copy has a problem, and that data-parallel ranks have the same parameters. Raises on every rank of all
-    copies, so that none waits for one that has raised: their ranks hear of it first, and then those of their pipelines. Returns a name that
-    the copies share."""
-    copies, shared = engine.data_parallel_group, agreement.name
-    if copies is not None:
-        own = [] if problem is not None else engine.parameters()
-        bits = sum(
-            (checksum(parameter) * (2 * n + 1) for n, parameter in enumerate(own) if not parameter.is_meta),
-            torch.zeros((), dtype=torch.int64, device="cpu"),
+def _check_copies(agreement: Agreement, told: Sequence[tuple[int, list[int]]]) -> None:
+    """Checks that data-parallel ranks have the same parameters, and step them alike. told: by rank, digests of the step and of the bits."""
+    if len({str(bits) for _, bits in told}) > 1:
+        raise errors.PipelineError(
+            f"{agreement.says(agreement.rank)} has other parameters on some of its {len(told)} data-parallel ranks; they must be copies "
+            "when the engine is made: load the same checkpoint, or seed alike",
+            agreement.stages[agreement.rank][0],
         )
-        told: list[Any] = [None] * dist.get_world_size(copies)
-        stepped = 0 if problem is not None else stepping_of(engine, False).copy
-        dist.all_gather_object(told, (int(bits), shared, stepped, None if problem is None else str(problem)), group=copies)
-        refused = next(((rank, said) for rank, (*_, said) in enumerate(told) if said is not None), None)
-        if problem is None and refused is not None:
-            problem = errors.PipelineError(f"data-parallel rank {refused[0]} could not make its engine: {refused[1]}")
-        elif problem is None and len({bits for bits, *_ in told}) > 1:
-            problem = errors.PipelineError(
-                f"{agreement.says(agreement.rank)} has other parameters on some of its {len(told)} data-parallel ranks; they must be "
-                "copies when the engine is made: load the same checkpoint, or seed alike",
-                agreement.stages[agreement.rank][0],
-            )
-        elif problem is None and len({stepped for _, _, stepped, _ in told}) > 1:
-            problem = errors.PipelineError(NOT_ALIKE)
-        shared = str(min(name for _, name, *_ in told))
-    found = agreement.gather(None if problem is None else (str(problem), getattr(problem, "stage", None)))
-    if problem is not None:
-        raise problem
-    others = next((said for said in found if said is not None), None)
-    if others is not None:
-        raise errors.PipelineError(*others)
-    return shared
+    if len({stepped for stepped, _ in told}) > 1:
+        raise errors.PipelineError(NOT_ALIKE)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flce.engine._checkpoint_files import Layout, along, files_of_stage, write_index
-from flce.engine._collective import agree, gather, step, write_together
+from flce.engine._collective import gather, step, write_together
 from flce.engine._replacement import copy_file, write_text
 from flce.engine._safetensors import NAMES_OF_DTYPES, Entry, write_file
 from flce.engine._stage import Stage
@@ -70,13 +70,8 @@ def save_stage(
 
         write_together([group], directory, overwrite=overwrite, write=write, finish=finish)
 
-    error: Exception | None = None
-    if data_parallel_group is None or dist.get_rank(data_parallel_group) == 0:
-        try:
-            save()
-        except Exception as raised:
-            error = raised
-    agree([group] if data_parallel_group is None else [group, data_parallel_group], error)
+    groups = [group] if data_parallel_group is None else [group, data_parallel_group]
+    step(groups, lambda: save() if data_parallel_group is None or dist.get_rank(data_parallel_group) == 0 else None)
 
 
 @dataclass(frozen=True)
