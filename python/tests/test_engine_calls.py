@@ -73,23 +73,9 @@ def test_what_ends_no_engine() -> None:
             engine.forward(ids.int(), CU_SEQLENS)
     with pytest.raises(flce.ArgumentError, match="output is 'values', and the last stage's head has 53 rows"):
         engine.forward(IDS, CU_SEQLENS, output="values")
-    for loss_fn, keywords, says in (
-        (sft_loss, {}, r"loss_fn cannot be called as loss_fn\(output, packed_input_ids=, cu_seqlens=\): missing .* argument: 'labels'"),
-        (sft_loss, {"labels": IDS, "scale": 2}, r"cu_seqlens=, labels=, scale=\): got an unexpected keyword argument 'scale'"),
-        (lambda output, ids, cu_seqlens: None, {}, "loss_fn cannot be called.*'ids'"),
-        (None, {"labels": IDS}, "loss_fn is a NoneType; it must be a function of output, packed_input_ids=, cu_seqlens=, labels="),
-    ):
-        for call in (engine.train_batch, engine.eval_batch):
-            with pytest.raises(flce.ArgumentError, match=says):
-                call(IDS, CU_SEQLENS, loss_fn, **keywords)  # type: ignore[arg-type]
-    with pytest.raises(flce.ArgumentError, match=r"token_count cannot be called as token_count.*unexpected keyword argument 'cu_seqlens'"):
-        engine.train_batch(IDS, CU_SEQLENS, sft_loss, labels=IDS, token_count=lambda packed_input_ids, labels: 1)
-    optimizer = engine.optimizer
-    engine.optimizer = torch.optim.LBFGS(engine.parameters())
-    with pytest.raises(flce.ArgumentError, match=r"optimizer is a LBFGS, whose step cannot be called as step\(\): missing .*'closure'"):
-        engine.train_batch(IDS, CU_SEQLENS, sft_loss, labels=IDS)
-    engine.optimizer = optimizer
-    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)  # type: ignore[arg-type]  # wraps the optimizer's step
+    for call in (engine.train_batch, engine.eval_batch):
+        with pytest.raises(flce.ArgumentError, match="loss_fn is a NoneType; it must be a function"):
+            call(IDS, CU_SEQLENS, None, labels=IDS)  # type: ignore[arg-type]
     assert engine.train_batch(IDS, CU_SEQLENS, sft_loss, labels=IDS) is not None
     critic = PipelineEngine(ToyStage(0, 1, rows=1))
     with pytest.raises(flce.ArgumentError, match="output is 'entropy', and the last stage's head has 1 rows"):

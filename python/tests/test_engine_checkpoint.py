@@ -96,7 +96,7 @@ def test_sharding_and_merging_gives_the_same_bits(tmp_path: Path, model_type: st
     (tmp_path / "in" / "tokenizer.json").write_text("{}")
     for num_stages in (1, 3):
         out, merged = tmp_path / f"out{num_stages}", tmp_path / f"merged{num_stages}"
-        report = shard_checkpoint(tmp_path / "in", out, num_stages, shards_per_stage=2, verify=True)
+        report = shard_checkpoint(tmp_path / "in", out, num_stages, shards_per_stage=2)
         index = json.loads((out / INDEX_NAME).read_text())
         plan = plan_stages(model.config, num_stages)
         assert tuple(index["metadata"]["flce"]["starts"]) == plan.starts
@@ -109,7 +109,7 @@ def test_sharding_and_merging_gives_the_same_bits(tmp_path: Path, model_type: st
         again = transformers.AutoModelForCausalLM.from_pretrained(out, dtype="auto")
         assert_same_bits(dict(again.state_dict()), dict(model.state_dict()))
         assert (again.get_input_embeddings().weight is again.get_output_embeddings().weight) == tied
-        merge_checkpoint(out, merged, max_shard_bytes=20_000, verify=True)
+        merge_checkpoint(out, merged, max_shard_bytes=20_000)
         assert_same_bits(tensors_of(merged), tensors_of(tmp_path / "in"))
         for name in ("config.json", "generation_config.json", "tokenizer.json"):
             assert (merged / name).read_bytes() == (out / name).read_bytes() == (tmp_path / "in" / name).read_bytes()
@@ -145,9 +145,9 @@ def test_every_dtype_and_shape_of_safetensors_survives(tmp_path: Path) -> None:
             bits = torch.randint(0, 2, (*shape, dtype.itemsize), dtype=torch.uint8)
             tensors[f"model.layers.1.{kind}.{str(dtype)[6:]}"] = bits.view(dtype).reshape(shape)
     synthetic(tmp_path / "in", tensors)
-    shard_checkpoint(tmp_path / "in", tmp_path / "out", 2, shards_per_stage=2, verify=True)
+    shard_checkpoint(tmp_path / "in", tmp_path / "out", 2, shards_per_stage=2)
     assert_same_bits(tensors_of(tmp_path / "out"), tensors)
-    merge_checkpoint(tmp_path / "out", tmp_path / "merged", verify=True)
+    merge_checkpoint(tmp_path / "out", tmp_path / "merged")
     assert_same_bits(tensors_of(tmp_path / "merged"), tensors)
 
 
@@ -182,9 +182,9 @@ def test_the_command_prints_a_report(tmp_path: Path, capsys: pytest.CaptureFixtu
     planned = json.loads(capsys.readouterr().out)
     assert planned["dry_run"] and planned["stages"][1]["layers"] == [3, 4]
     assert not (tmp_path / "out").exists()
-    assert called(tmp_path / "in", tmp_path / "out", "--stages", 2, "--verify", "--shards-per-stage", 2) == 0
+    assert called(tmp_path / "in", tmp_path / "out", "--stages", 2, "--shards-per-stage", 2) == 0
     report = json.loads(capsys.readouterr().out)
-    assert report["verified"] and not report["dry_run"]
+    assert not report["dry_run"]
     assert report["copies"] == {"lm_head.weight": "model.embed_tokens.weight"}
     assert report["copied"] == ["config.json", "generation_config.json"]
     assert report["left_behind"] == ["pytorch_model.bin"]
@@ -413,7 +413,7 @@ finally:
 @pytest.mark.full
 def test_memory_stays_far_below_a_shard(large: Path, tmp_path: Path) -> None:
     shard_bytes = 80_000_000 // 2
-    for arguments in ((large, tmp_path / "out", "--stages", 2, "--verify"), (tmp_path / "out", tmp_path / "merged", "--merge")):
+    for arguments in ((large, tmp_path / "out", "--stages", 2), (tmp_path / "out", tmp_path / "merged", "--merge")):
         ended = subprocess.run([sys.executable, "-c", MEASURE, *map(str, arguments)], capture_output=True, text=True, check=False)
         assert ended.returncode == 0, ended.stderr
         grown = int(re.findall(r"grew by (\d+)", ended.stderr)[0])

@@ -107,14 +107,6 @@ def test_dropout_is_drawn_in_training_mode_and_again_in_checkpointed_layers() ->
     near(stage.eval()(ids, batch), own(model.eval(), ids, LENGTHS)[0])
 
 
-def test_a_window_over_several_blocks_of_queries_is_that_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_attention, "_QUERY_BLOCK", 5)
-    for name in ("mistral-window", "gemma2"):
-        model = model_of(name)
-        ids, batch = packed([17, 2, 23])
-        near(run(stages_of(model, 2), ids, batch), own(model, ids, [17, 2, 23])[0])
-
-
 @pytest.mark.parametrize(
     ("name", "change", "says"),
     [

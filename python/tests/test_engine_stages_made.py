@@ -137,7 +137,7 @@ def test_what_stages_are_not_made_of_is_refused_by_name() -> None:
     with pytest.raises(errors.ArgumentError, match="model_or_config is a Linear; it must be a model of transformers itself"):
         causal_lm_stage(torch.nn.Linear(2, 2), 0, 2)
     for name, more, match in (
-        ("llama", {"logit_scale": 0.5}, r"config asks for \{'logit_scale': 0.5\} .* LlamaForCausalLM does not apply"),
+        ("llama", {"logit_scale": 0.5}, r"config asks for \{'logit_scale': 0.5\} .* models of type .llama. do not apply"),
         ("qwen2", {"final_logit_softcapping": 30.0}, r"config asks for \{'softcap': 30.0\}"),
         ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention is set"),
         ("gpt2", {"add_cross_attention": True}, "add_cross_attention is True"),

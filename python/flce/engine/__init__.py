@@ -4,9 +4,8 @@ stage. docs/engine.md has how to use it."""
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from flce.engine._cache import KVCache
 from flce.engine._output import HeadOutput
-from flce.engine._packed import PackedBatch
+from flce.engine._packed import KVCache, PackedBatch
 from flce.engine._plan import StagePlan, plan_stages
 from flce.engine._sampling import GenerationConfig
 from flce.engine._shard import merge_checkpoint, shard_checkpoint

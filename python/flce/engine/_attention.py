@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -16,12 +16,10 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flce import errors
-from flce.engine._cache import KVCache
-from flce.engine._packed import PackedBatch
+from flce.engine._packed import KVCache, PackedBatch
 
 #: the function's name among those of transformers, and that of the keyword argument by which it is given the sequences
 NAME = "flce_packed"
-_QUERY_BLOCK = 1024  # rows of queries that a mask is made for at a time
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,26 +122,17 @@ def _packed(query: Tensor, key: Tensor, value: Tensor, batch: PackedBatch, maths
     outputs, start = [], 0
     for length in batch.lengths:
         q, k, v = (x[:, :, start : start + length] for x in (query, key, value))
-        for rows, columns, mask in _blocks(length, maths.window, query.device):
-            outputs.append(_dense(q[:, :, rows], k[:, :, columns], v[:, :, columns], mask, maths))
+        outputs.append(_dense(q, k, v, _window(length, maths.window, query.device), maths))
         start += length
     return torch.cat(outputs, dim=2).transpose(1, 2)
 
 
-def _blocks(length: int, window: int | None, device: torch.device) -> Iterator[tuple[slice, slice, Tensor | None]]:
-    """Queries of a sequence, the keys that some of them see, and a mask of the keys that each one sees; None for the causal mask of equally
-    many queries and keys. With a window no mask is larger than a block of queries by block and window together."""
-    if length == 0:
-        return
+def _window(length: int, window: int | None, device: torch.device) -> Tensor | None:
+    """A mask [length, length] of the keys that each query sees; None for the causal mask."""
     if window is None or length <= window:
-        yield slice(0, length), slice(0, length), None
-        return
-    for start in range(0, length, _QUERY_BLOCK):
-        end = min(start + _QUERY_BLOCK, length)
-        first = max(0, start - window + 1)
-        i = torch.arange(start, end, device=device)[:, None]
-        j = torch.arange(first, end, device=device)[None]
-        yield slice(start, end), slice(first, end), (j <= i) & (j > i - window)
+        return None
+    i, j = torch.arange(length, device=device)[:, None], torch.arange(length, device=device)[None]
+    return (j <= i) & (j > i - window)
 
 
 def _without_plans(device: torch.device) -> AbstractContextManager[Any]:

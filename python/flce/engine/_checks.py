@@ -44,16 +44,3 @@ def why_not_called(function: Any, *arguments: Any, **keywords: Any) -> str | Non
     except TypeError as error:
         return str(error)
     return None
-
-
-def function(name: str, given: Any, *arguments: Any, **keywords: Any) -> None:
-    """DTypeError, ArgumentError where `given`, the argument `name`, cannot be called with these. An exception in it would end the engine,
-    as other ranks wait by then."""
-    names = ", ".join([*map(str, arguments), *(f"{keyword}=" for keyword in keywords)])
-    if not callable(given):
-        raise errors.DTypeError(f"{name} is a {type(given).__name__}; it must be a function of {names}")
-    refused = why_not_called(given, *arguments, **keywords)
-    if refused is not None:
-        raise errors.ArgumentError(
-            f"{name} cannot be called as {name}({names}): {refused}. Keywords are packed_input_ids, cu_seqlens and those of the call"
-        )

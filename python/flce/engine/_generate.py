@@ -38,9 +38,8 @@ from torch import Tensor, nn
 from flce import errors
 from flce.engine import _microbatches
 from flce.engine._agreement import Agreed, Call, Stepping
-from flce.engine._cache import KVCache
 from flce.engine._output import HeadOutput
-from flce.engine._packed import PackedBatch
+from flce.engine._packed import KVCache, PackedBatch
 from flce.engine._sampling import GenerationConfig, Sampler
 from flce.engine._stage import Stage
 from flce.engine._transport import through_host

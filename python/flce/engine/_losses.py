@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from flce import errors, shift_labels
-from flce.engine import _checks, _microbatches
+from flce.engine import _microbatches
 from flce.engine._microbatches import Microbatch
 from flce.engine._output import HeadOutput
 
@@ -110,8 +110,6 @@ def counts_of(
     elif token_count is not None:
         if not callable(token_count):
             raise errors.DTypeError(f"token_count is a {type(token_count).__name__}; it must be a function or a tensor [{len(lengths)}]")
-        for m in microbatches[:1]:
-            _checks.function("token_count", token_count, packed_input_ids=m.input_ids, cu_seqlens=m.batch.cu_seqlens, **m.kwargs)
         found = [token_count(packed_input_ids=m.input_ids, cu_seqlens=m.batch.cu_seqlens, **m.kwargs) for m in microbatches]
     else:
         found = [_targets_of(m, kinds, vocab_size) for m in microbatches]

@@ -1,17 +1,59 @@
-"""Sequences of different lengths one after another, without padding."""
+"""Sequences of different lengths one after another, without padding, and keys and values of tokens that a stage has seen."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from flce.engine._cache import KVCache
+from flce import errors
+
+
+class KVCache:
+    """Keys and values [B, H, L, d] for every layer of a stage, of B sequences with room for L tokens each, H heads of keys. `lengths[b]`
+    tokens of sequence b are there already; a pass over a `PackedBatch` of the same B sequences writes behind them, and `advance` counts the
+    written tokens."""
+
+    def __init__(
+        self, num_layers: int, num_sequences: int, max_length: int, num_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+    ):
+        shape = (num_sequences, num_heads, max_length, head_dim)
+        # zeros: a masked place has weight 0, and 0 times stale memory may be NaN
+        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        self.lengths = [0] * num_sequences
+        self.max_length = max_length
+
+    def check_room(self, lengths: Sequence[int]) -> None:
+        """Raises ArgumentError unless lengths has a number for each sequence of the cache, and the cache has room for that many more
+        tokens of the sequence."""
+        if len(lengths) != len(self.lengths):
+            raise errors.ArgumentError(f"batch has {len(lengths)} sequences, and its cache {len(self.lengths)}; they must be the same ones")
+        for sequence, (old, new) in enumerate(zip(self.lengths, lengths, strict=True)):
+            if old + new > self.max_length:
+                raise errors.ArgumentError(
+                    f"sequence {sequence} of the batch has {new} tokens, and {old} in the cache; the cache has room for {self.max_length}"
+                )
+
+    def write(self, layer: int, sequences: Tensor, positions: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Stores tokens of one layer, counted from the stage's first: keys and values [T, H, d], of token t at place positions[t] of
+        sequence sequences[t]."""
+        stored = self.keys[layer]
+        stored[sequences, :, positions] = keys.to(stored.dtype)
+        self.values[layer][sequences, :, positions] = values.to(stored.dtype)
+
+    def advance(self, lengths: Sequence[int]) -> None:
+        """Counts the tokens that a pass through all layers has written, by sequence."""
+        self.lengths = [old + new for old, new in zip(self.lengths, lengths, strict=True)]
+
+    def select(self, sequences: Tensor) -> None:
+        """Keeps these sequences alone, in this order: [B'] int64, on the cache's device."""
+        self.keys = [k.index_select(0, sequences) for k in self.keys]
+        self.values = [v.index_select(0, sequences) for v in self.values]
+        self.lengths = [self.lengths[b] for b in sequences.tolist()]
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,14 +76,12 @@ class PackedBatch:
         lengths: Sequence[int],
         device: torch.device,
         cache: KVCache | None = None,
-        past_lengths: Sequence[int] | None = None,
     ) -> PackedBatch:
-        """The batch of sequences of these lengths. past_lengths: the tokens that each one has before these; None: what is in
-        `cache`, or nothing without one. ArgumentError for a cache of another number of sequences."""
-        if past_lengths is None and cache is not None:
+        """The batch of sequences of these lengths, behind the tokens in `cache`. ArgumentError for a cache of another number of
+        sequences."""
+        if cache is not None:
             cache.check_room(lengths)
-            past_lengths = cache.lengths
-        past = [0] * len(lengths) if past_lengths is None else list(past_lengths)
+        past = [0] * len(lengths) if cache is None else cache.lengths
         cu_seqlens = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device="cpu")
         places = [torch.arange(first, first + length, device="cpu") for first, length in zip(past, lengths, strict=True)]
         position_ids = torch.cat(places) if places else torch.zeros(0, dtype=torch.int64, device="cpu")

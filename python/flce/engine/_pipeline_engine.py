@@ -370,8 +370,8 @@ class PipelineEngine:
                 _step.check(self)
             if token_count is not None and not by_tokens:
                 raise errors.ArgumentError(f'token_count is for normalize="tokens"; this engine was made with {self.normalize!r}')
-            if self.is_last or not callable(loss_fn):
-                _checks.function("loss_fn", loss_fn, "output", packed_input_ids=ids, cu_seqlens=cu_seqlens, **kwargs)
+            if not callable(loss_fn):
+                raise errors.DTypeError(f"loss_fn is a {type(loss_fn).__name__}; it must be a function")
 
         counts = self._prepare(kind, ids, cu_seqlens, number, kwargs, rows, token_count if by_tokens else False, check)
         if counts is not None:

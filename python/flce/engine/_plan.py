@@ -48,17 +48,6 @@ NAMES = {
 }
 
 
-#: the classes of whole models, in transformers
-CAUSAL_LMS = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "gemma2": "Gemma2ForCausalLM",
-    "gpt2": "GPT2LMHeadModel",
-}
-
-
 @dataclass(frozen=True)
 class StagePlan:
     """Stage s has the layers starts[s] to starts[s + 1] - 1."""
@@ -179,10 +168,10 @@ def names_of(config: Any) -> Names:
 
 def skeleton(config: Any) -> Any:
     """The whole model as transformers makes it, on the meta device: shapes and modules without memory."""
-    import transformers
+    from transformers import AutoModelForCausalLM
 
     names_of(config)
     config = copy.deepcopy(config)
     config._attn_implementation = "eager"  # the config's own attention may not be installed; no stage uses it
     with torch.device("meta"):
-        return getattr(transformers, CAUSAL_LMS[config.model_type])(config)
+        return AutoModelForCausalLM.from_config(config)

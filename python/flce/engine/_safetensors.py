@@ -129,15 +129,3 @@ def write_file(target: Path, entries: Sequence[Entry]) -> None:
 def write_all(out: Any, data: memoryview) -> None:
     while data:
         data = data[out.write(data) :]
-
-
-def verify_file(target: Path, entries: Sequence[Entry]) -> None:
-    """Reads a written file from the disk again. CheckpointError for the first tensor that differs."""
-    with open(target, "rb") as raw:
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(raw.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    written = {entry.name: entry for entry in read_entries(target)}
-    if written.keys() != {entry.name for entry in entries}:
-        raise CheckpointError(f"{target} reads back with other tensors than were written")
-    for entry in entries:
-        check_equal(written[entry.name], entry, f"{target} was just made of the second; the disk may be failing")

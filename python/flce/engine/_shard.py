@@ -25,7 +25,7 @@ from flce.engine._checkpoint_files import (
 )
 from flce.engine._plan import StagePlan, plan_stages
 from flce.engine._replacement import Replacement, check_target, copy_file
-from flce.engine._safetensors import Entry, check_equal, verify_file, write_file
+from flce.engine._safetensors import Entry, check_equal, write_file
 from flce.errors import ArgumentError, CheckpointError
 
 
@@ -36,7 +36,6 @@ def shard_checkpoint(
     *,
     shards_per_stage: int = 1,
     overwrite: bool = False,
-    verify: bool = False,
     dry_run: bool = False,
 ) -> dict[str, Any]:
     """Cuts a safetensors checkpoint of Hugging Face's layout into stages: `flce-shard-checkpoint SOURCE TARGET --stages N`.
@@ -47,7 +46,6 @@ def shard_checkpoint(
 
     Args:
         overwrite: replace a checkpoint that `target` has; it is valid until the new one is complete.
-        verify: read what was written again and compare digests.
         dry_run: write nothing.
 
     Returns the report that the command prints: stages, files, copies, and what was copied along and left behind. Raises ArgumentError
@@ -64,7 +62,7 @@ def shard_checkpoint(
         layers = [plan.starts[stage], plan.starts[stage + 1] - 1]
         stages.append({"stage": stage, "layers": layers, "tensors": len(entries), "bytes": _bytes_of(entries)})
     told = {"stages": stages, "copies": copies}
-    return told | _write(checkpoint, files, layout, target, overwrite=overwrite, verify=verify, dry_run=dry_run)
+    return told | _write(checkpoint, files, layout, target, overwrite=overwrite, dry_run=dry_run)
 
 
 def merge_checkpoint(
@@ -73,7 +71,6 @@ def merge_checkpoint(
     *,
     max_shard_bytes: int = 5_000_000_000,
     overwrite: bool = False,
-    verify: bool = False,
     dry_run: bool = False,
 ) -> dict[str, Any]:
     """Joins what `shard_checkpoint` or `save_stage` wrote to model.safetensors, or to several files of at most `max_shard_bytes` each (a
@@ -94,7 +91,7 @@ def merge_checkpoint(
     count = len(shards)
     names = [SINGLE_NAME] if count == 1 else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
     files = dict(zip(names, shards, strict=True))
-    return _write(checkpoint, files, None, target, overwrite=overwrite, verify=verify, dry_run=dry_run)
+    return _write(checkpoint, files, None, target, overwrite=overwrite, dry_run=dry_run)
 
 
 def _own_entries(checkpoint: Checkpoint) -> dict[str, Entry]:
@@ -148,7 +145,6 @@ def _write(
     target: str | os.PathLike[str],
     *,
     overwrite: bool,
-    verify: bool,
     dry_run: bool,
 ) -> dict[str, Any]:
     """Writes files: whole or not at all, with an index where there are several of them or stages. Returns the report of files."""
@@ -162,7 +158,6 @@ def _write(
         "copied": copied,
         "left_behind": [name for name in left if name not in {INDEX_NAME, *source.files.values()}],
         "dry_run": dry_run,
-        "verified": verify and not dry_run,
     }
     if dry_run:
         return told
@@ -179,8 +174,6 @@ def _write(
                 write_file(replacement.folder / name, entries)
             for name in copied:
                 copy_file(source.folder / name, replacement.folder / name)
-            for name, entries in files.items() if verify else ():
-                verify_file(replacement.folder / name, entries)
             if layout is not None or len(files) > 1:
                 written = ((e.name, file, e.num_elements, e.num_bytes) for file, entries in files.items() for e in entries)
                 write_index(replacement.folder, written, layout)

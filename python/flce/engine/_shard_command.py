@@ -44,7 +44,6 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--shards-per-stage", type=positive, metavar="K", help="files of a stage (default: 1); with --stages")
     made.add_argument("--max-shard-bytes", type=positive, metavar="BYTES", help="largest file (default: 5000000000); with --merge")
     made.add_argument("--overwrite", action="store_true", help="replace OUT, which stays valid until the new one is complete")
-    made.add_argument("--verify", action="store_true", help="read OUT again before it gets its name, and compare SHA-256 digests")
     made.add_argument("--dry-run", action="store_true", help="print what would be written, and write nothing")
     return made
 
@@ -53,7 +52,7 @@ def main(argv: list[str] | None = None) -> NoReturn:
     made = parser()
     arguments = made.parse_args(argv)
     source, target = arguments.source, arguments.target
-    common = {name: getattr(arguments, name) for name in ("overwrite", "verify", "dry_run")}
+    common = {name: getattr(arguments, name) for name in ("overwrite", "dry_run")}
     if arguments.merge and arguments.shards_per_stage:
         made.error("--shards-per-stage belongs to --stages")
     if arguments.max_shard_bytes and not arguments.merge:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from flce.engine._packed import PackedBatch
 
 if TYPE_CHECKING:
-    from flce.engine._cache import KVCache
+    from flce.engine._packed import KVCache
 
 
 class Stage(nn.Module):

@@ -10,17 +10,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from flce import errors
-from flce.engine import _checks, _reduce
+from flce.engine import _checks
 from flce.engine._agreement import Agreed
 from flce.engine._losses import Losses
+from flce.engine._transport import on_device
 
 if TYPE_CHECKING:
     from flce.engine._pipeline_engine import PipelineEngine
 
 _log = logging.getLogger("flce")
+_PART = 1 << 25  # elements of a tied weight's gradient that are exchanged at a time
 
 
 def check(engine: PipelineEngine) -> None:
@@ -29,10 +31,6 @@ def check(engine: PipelineEngine) -> None:
     if optimizer is None:
         raise errors.ArgumentError("train_batch needs an optimizer; this engine was made without one")
     check_scheduler(engine.lr_scheduler, engine.version_steps)
-    # Its class's: a scheduler wraps the object's step in a function whose signature has `self`.
-    refused = _checks.why_not_called(getattr(type(optimizer), "step", None), optimizer)
-    if refused is not None:
-        raise errors.ArgumentError(f"optimizer is a {type(optimizer).__name__}, whose step cannot be called as step(): {refused}")
     own = {id(parameter) for parameter in engine.parameters()}
     # One of the user's own may step copies of parameters.
     for number, group in enumerate(optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else ()):
@@ -83,10 +81,10 @@ def finish(engine: PipelineEngine, losses: Losses) -> None:
     if problem is None:
         tied = engine._tied
         if tied.weight is not None and tied.weight.requires_grad:
-            _reduce.sum_tied(tied.weight, tied.peer, engine.pipeline_group)
+            sum_tied(tied.weight, tied.peer, engine.pipeline_group)
         if engine.data_parallel_group is not None:
             trained = [parameter for parameter in engine.parameters() if parameter.requires_grad]
-            _reduce.reduce_over_copies(trained, engine.data_parallel_group, average=engine.normalize == "micro_batches")
+            reduce_over_copies(trained, engine.data_parallel_group, average=engine.normalize == "micro_batches")
         problem = _clip(engine)
     if problem is not None:
         clear_gradients(engine)
@@ -129,10 +127,43 @@ def _clip(engine: PipelineEngine) -> errors.PipelineError | None:
         return None
     twice = engine._tied.weight if engine._tied.uncounted else None
     gradients = [parameter.grad for parameter in engine.parameters() if parameter.grad is not None and parameter is not twice]
-    norm = _reduce.global_norm(gradients, engine.pipeline_group, engine.device)
+    norm = global_norm(gradients, engine.pipeline_group, engine.device)
     engine.last_grad_norm = float(norm)
     if not math.isfinite(engine.last_grad_norm):
         return errors.PipelineError(f"the gradients' norm is {engine.last_grad_norm}; parameters are as they were")
     if engine.last_grad_norm > engine.max_grad_norm:
         nn.utils.clip_grads_with_norm_(engine.parameters(), engine.max_grad_norm, norm)
     return None
+
+
+def sum_tied(weight: nn.Parameter, peer: int, group: dist.ProcessGroup) -> None:
+    """Adds the gradient of the copy on rank `peer`, counted among all, to this copy's."""
+    total = torch.zeros_like(weight) if weight.grad is None else weight.grad.contiguous()
+    for part in total.view(-1).split(_PART):
+        sent = part if on_device(group) else part.cpu()
+        received = torch.empty_like(sent)
+        operations = [dist.P2POp(dist.isend, sent, peer, group), dist.P2POp(dist.irecv, received, peer, group)]
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+        part += received.to(part.device)
+    weight.grad = total
+
+
+def reduce_over_copies(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, *, average: bool) -> None:
+    """One reduction over data-parallel ranks: the gradients' average, or their sum. A parameter without a gradient has zeros, as another
+    rank may have one."""
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.contiguous()
+        if average:
+            parameter.grad /= dist.get_world_size(group)
+    for work in [dist.all_reduce(parameter.grad, group=group, async_op=True) for parameter in parameters]:
+        work.wait()
+
+
+def global_norm(gradients: Sequence[Tensor], group: dist.ProcessGroup, device: torch.device) -> Tensor:
+    """The 2-norm of every rank's gradients together: a scalar fp32 on `device`."""
+    norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
+    total = torch.stack(norms).square().sum() if norms else torch.zeros((), device=device)
+    total = total.to(device if on_device(group) else "cpu")
+    dist.all_reduce(total, group=group)
+    return total.sqrt().to(device)

@@ -6,6 +6,7 @@ import copy
 import functools
 import hashlib
 import math
+import re
 from typing import Any
 
 import torch
@@ -14,8 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from flce import errors, huggingface
 from flce.engine import _attention, _checks, _plan
-from flce.engine._cache import KVCache
-from flce.engine._packed import PackedBatch
+from flce.engine._packed import KVCache, PackedBatch
 from flce.engine._stage import Stage
 
 _KNOWN_LAYERS = {"full_attention", "sliding_attention"}
@@ -159,12 +159,6 @@ class CausalLMStage(Stage):
                 raise errors.ArgumentError("batch has a cache while gradients are on; run the stage under torch.no_grad()")
             batch.cache.check_room(batch.lengths)
             past = batch.cache.lengths
-            if x.device.type == "cpu":
-                expected = PackedBatch.of(batch.lengths, x.device, None, past).position_ids
-                if not torch.equal(expected, batch.position_ids):
-                    raise errors.ArgumentError(
-                        f"batch.position_ids do not follow the {past} tokens in batch.cache; leave out past_lengths of PackedBatch.of"
-                    )
         self._check_length(max((old + new for old, new in zip(past, batch.lengths, strict=True)), default=0), "a sequence of batch has")
 
     def _check_length(self, length: int, what: str) -> None:
@@ -214,7 +208,7 @@ def causal_lm_stage(
     if not isinstance(stage, int) or not 0 <= stage < num_stages:
         raise errors.ArgumentError(f"stage is {stage!r}; it must be 0 to {num_stages - 1}, with num_stages={num_stages}")
     if given is not None:
-        _refuse_model(given, plan, critic)
+        _refuse_model(given, type(whole), plan, critic)
     _attention.register()
     if given is None:
         dtype = dtype or _dtype_of(config)
@@ -267,20 +261,20 @@ def _refuse_options(config: Any, critic: bool) -> None:
     unknown = {} if critic else {k: v for k, v in huggingface.options_of(config).items() if k not in _HEAD_OPTIONS.get(kind, ())}
     if unknown:
         raise errors.ArgumentError(
-            f"config asks for {unknown} behind the output layer, which {_plan.CAUSAL_LMS[kind]} does not apply; remove that from the "
+            f"config asks for {unknown} behind the output layer, which models of type {kind!r} do not apply; remove that from the "
             "config, or write a flce.engine.Stage with the head's maths of your model"
         )
 
 
-def _refuse_model(model: Any, plan: _plan.StagePlan, critic: bool) -> None:
+def _refuse_model(model: Any, kind: type, plan: _plan.StagePlan, critic: bool) -> None:
     import transformers
 
-    kind = _plan.CAUSAL_LMS[model.config.model_type]
-    classifier = kind.replace("ForCausalLM", "ForSequenceClassification").replace("LMHeadModel", "ForSequenceClassification")
-    kinds = [kind, classifier] if critic else [kind]
-    if type(model) not in [getattr(transformers, name, None) for name in kinds]:
+    classifier = re.sub("ForCausalLM$|LMHeadModel$", "ForSequenceClassification", kind.__name__)
+    kinds = [kind, getattr(transformers, classifier)] if critic else [kind]
+    if type(model) not in kinds:
+        allowed = " or ".join(each.__name__ for each in kinds)
         raise errors.ArgumentError(
-            f"model_or_config is a {type(model).__name__}; a stage{' of a critic' if critic else ''} is made of a {' or '.join(kinds)}"
+            f"model_or_config is a {type(model).__name__}; a stage{' of a critic' if critic else ''} is made of a {allowed}"
         )
     if getattr(model, "_hf_peft_config_loaded", False):
         raise errors.ArgumentError("model_or_config has adapters; merge them first, or delete them (model.delete_adapter)")
