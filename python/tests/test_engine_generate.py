@@ -209,7 +209,7 @@ def test_a_critic_several_stages_and_one_without_a_cache_are_refused() -> None:
         critic.generate(*prompts(), None, GenerationConfig(3))
 
     both = PipelineEngine(CountingStage(0, 1))
-    both.stages *= 2  # as a schedule with several stages a rank has them
+    both.stages *= 2  # two stages on a rank, as some schedules have them
     with pytest.raises(flce.ArgumentError, match="this rank has 2 stages; generate needs one stage a rank"):
         both.generate(ids_of(1), ids_of(0, 1), None, GenerationConfig(3))
 

@@ -174,7 +174,7 @@ def _of_index(folder: Path, index: Path) -> Checkpoint:
 
 
 def prefix_of(names: Names, files: Collection[str]) -> str:
-    """What a checkpoint of the bare model (GPT-2's on the hub) leaves out before its names: "" or "transformer."."""
+    """Beginning of the names that a checkpoint of the bare model (GPT-2's on the hub) leaves out, "transformer."; "" for others."""
     root = names.layer.split(".")[0] + "."
     return "" if any(name.startswith(root) for name in files) else root
 

@@ -42,7 +42,7 @@ from flce.engine._output import HeadOutput
 from flce.engine._packed import KVCache, PackedBatch
 from flce.engine._sampling import GenerationConfig, Sampler
 from flce.engine._stage import Stage
-from flce.engine._transport import through_host
+from flce.engine._transport import computed, through_host
 
 if TYPE_CHECKING:
     from flce.engine._pipeline_engine import PipelineEngine
@@ -255,13 +255,7 @@ class _Pipeline:
         if self._failure is not None and stage.is_last:  # messages under way are received and answered, so that none is left behind
             return torch.full((len(part.sequences),), _LEFT, device=self._device)
         batch = self._batch(part, position)
-        hidden = stage(x, batch)
-        expected = (batch.num_tokens, stage.hidden_size)
-        if hidden.shape != expected or hidden.dtype != stage.dtype:
-            raise errors.ShapeError(
-                f"stage {stage.stage} returned {hidden.dtype} {list(hidden.shape)} for microbatch {part.number}; its forward must return "
-                f"{stage.dtype} {list(expected)}"
-            )
+        hidden = computed(stage, x, batch, f"microbatch {part.number}")
         return self._choose(part, hidden[batch.cu_seqlens[1:].long() - 1], position) if stage.is_last else hidden
 
     def _batch(self, part: _Part, position: int) -> PackedBatch:

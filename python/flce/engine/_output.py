@@ -68,7 +68,7 @@ class HeadOutput:
         return num_rows(self.head) == 1
 
     def _layer(self) -> LinearCrossEntropyLoss:
-        """What multiplies hidden states by the head: its weight, an adapter's, scale and cap."""
+        """Reads the head: its weight, an adapter's, scale and cap."""
         if num_rows(self.head) is None:
             kind = type(self.head).__name__
             raise errors.ArgumentError(f"the head is a {kind} without a weight [V, D]; it must be an nn.Linear or stand for one")

@@ -102,10 +102,10 @@ class PipelineEngine:
         except Exception as error:  # the other ranks hear of it first
             refused = error
         self._agreement, self._tied = _setup.meet(self, refused)
-        self._modules = [_transport.StageModule(stage) for stage in self.stages]
+        self._modules = [_transport.StageModule(stage, self._own) for stage in self.stages]
         self._made: dict[tuple[bool, int], Any] = {}
         self._microbatches: list[Microbatch] = []
-        self._failure: BaseException | None = None
+        self._failure: tuple[BaseException, _transport.StageModule | None] | None = None
         self._failed: str | None = None
 
     @property
@@ -295,27 +295,24 @@ class PipelineEngine:
             raise
         finally:
             for module in self._modules:
-                module.microbatches, module.finish, module.failure = [], None, None
+                module.microbatches, module.finish = [], None
             self._microbatches = []
 
     @contextmanager
-    def _own(self) -> Iterator[None]:
-        """Wraps this rank's own computing outside of its stages' passes."""
+    def _own(self, module: _transport.StageModule | None = None) -> Iterator[None]:
+        """Wraps this rank's own computing: that of a stage's pass, or outside of them."""
         try:
             yield
         except BaseException as error:
-            self._failure = error
+            self._failure = self._failure or (error, module)
             raise
 
     def _reason(self, error: Exception) -> errors.PipelineError:
-        own: BaseException | None = self._failure
-        stage = self.stages[0].stage
-        where = ""
-        for module in self._modules:
-            if own is None and module.failure is not None:
-                own, stage, where = module.failure, module.stage.stage, f" on {module.microbatches[module.number]}"
-        if own is None:
+        if self._failure is None:
             return self._agreement.reason(error)
+        own, module = self._failure
+        stage = self.stages[0].stage if module is None else module.stage.stage
+        where = "" if module is None else f" on {module.microbatches[module.number]}"
         while isinstance(own, RuntimeError) and own.__cause__ is not None and "ailed to run" in str(own):  # torch's words round it
             own = own.__cause__
         message = f"stage {stage} failed{where}: {type(own).__name__}: {own}"
@@ -389,8 +386,8 @@ class PipelineEngine:
     def _run(self, train: bool, finish: Callable[[Tensor, Microbatch], Any] | None = None) -> None:
         for module in self._modules:
             module.microbatches, module.finish = self._microbatches, finish
-        count = len(self._microbatches)
-        _transport.run(self._schedule(train, count), count, first=self.is_first)
+        numbers = torch.arange(len(self._microbatches))  # inputs on the rank of the first stage, targets on all
+        self._schedule(train, len(numbers)).step(*([numbers] if self.is_first else []), target=numbers, return_outputs=False)
 
     def _output(self, hidden: Tensor, microbatch: Microbatch) -> HeadOutput:
         last = next(stage for stage in self.stages if stage.is_last)

@@ -38,14 +38,7 @@ GPT2_NAMES = Names(
     "lm_head.weight",
 )
 #: names by the config's model_type
-NAMES = {
-    "llama": LLAMA_NAMES,
-    "mistral": LLAMA_NAMES,
-    "qwen2": LLAMA_NAMES,
-    "qwen3": LLAMA_NAMES,
-    "gemma2": LLAMA_NAMES,
-    "gpt2": GPT2_NAMES,
-}
+NAMES = {**dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma2"), LLAMA_NAMES), "gpt2": GPT2_NAMES}
 
 
 @dataclass(frozen=True)

@@ -209,11 +209,9 @@ def _check_tied(engine: PipelineEngine, agreement: Agreement, told: list[dict[in
         )
     if found[0] != found[last]:
         names = ("shape", "dtype", "requires_grad or options of the optimizer", "values")
-        what = [name for name, one, other in zip(names, found[0], found[last], strict=True) if one != other]
+        what = ", ".join(name for name, one, other in zip(names, found[0], found[last], strict=True) if one != other)
         raise errors.PipelineError(
-            f"tied_weight of stage 0 and of stage {last} differ in {', '.join(what)}; they must be copies of one parameter when the engine "
-            "is made",
-            last,
+            f"tied_weight of stage 0 and of stage {last} differ in {what}; they must be copies of one parameter", last
         )
     own = next(((stage, stage.tied_weight) for stage in engine.stages if stage.stage in found), None)
     if own is None:

@@ -127,7 +127,7 @@ def _some(names: Iterable[str]) -> str:
 def _sources(
     checkpoint: Checkpoint, stage: Stage, found: dict[str, str], wanted: dict[str, Tensor], convert_dtype: bool
 ) -> dict[str, Callable[[], Tensor] | None]:
-    """What reads each parameter's tensor. Shapes and dtypes are compared by the headers, before anything is loaded."""
+    """Readers of each parameter's tensor. Shapes and dtypes are compared by the headers, before anything is loaded."""
     entries = checkpoint.entries(list(found.values()))
     for ours, theirs in found.items():
         entry, tensor, file = entries[theirs], wanted[ours], checkpoint.folder / checkpoint.files[theirs]

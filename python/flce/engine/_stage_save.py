@@ -99,7 +99,7 @@ def _entries_of(stage: Stage) -> list[Entry]:
 
 
 def _part_of(stage: Stage, num_files: int) -> tuple[Part, dict[str, list[Entry]]]:
-    """What is told of a stage, and its files."""
+    """Facts of a stage, and its files."""
     entries, tied, plan = _entries_of(stage), stage.tied_weight, getattr(stage, "plan", None)
     name = None if tied is None else next(n for n, t in stage.state_dict(keep_vars=True).items() if t is tied)
     digest = next((entry.digest() for entry in entries if entry.name == name), None)

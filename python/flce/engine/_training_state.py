@@ -147,12 +147,11 @@ def _listed(directory: Path) -> list[str]:
 
 def _check_alike(groups: Sequence[Group], value: Any, kind: type[Exception], words: str) -> None:
     """Checks that all ranks have one value. Every group is asked before any rank raises."""
-    told = [sorted(set(gather(group, value))) for group in groups]
+    told = sorted({each for group in groups for each in gather(group, value)})
 
     def check() -> None:
-        for values in told:
-            if len(values) > 1:
-                raise kind(f"{words}: {', '.join(map(str, values))}")
+        if len(told) > 1:
+            raise kind(f"{words}: {', '.join(map(str, told))}")
 
     agreed(groups, check)
 
@@ -188,8 +187,8 @@ def _class_of(thing: Any) -> str | None:
 
 
 def _description(engine: Trained) -> dict[str, Any]:
-    """What a training has to be like for a state of it: parameters and buffers with shapes and dtypes, by stage; the classes of optimizer
-    and scheduler; and the parameters of the optimizer's groups, in order."""
+    """Facts that a training and a state of it have to share: parameters and buffers with shapes and dtypes, by stage; the classes of
+    optimizer and scheduler; and the parameters of the optimizer's groups, in order."""
     tensors = {
         f"{name!r} of stage {stage.stage}": f"{tensor.dtype} {list(tensor.shape)}"
         for stage in engine.stages
@@ -283,7 +282,7 @@ def _point_to(folder: Path, keep: int) -> None:
         if (directory / name).exists():
             shutil.rmtree((directory / name).rename(directory / f".{name}.flce-gone"))  # a half removed folder is no state
     replace_text(directory / LATEST, "\n".join(names[:keep]) + "\n")
-    for left in directory.glob(".step-*.flce-*"):  # of processes that were killed
+    for left in directory.glob(".step-*.flce-*"):  # remains of processes that were killed
         state = directory / left.name[1:].split(".")[0]
         if state.name in names[:keep] and present(state) == left:
             left.rename(state)

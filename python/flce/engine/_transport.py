@@ -3,8 +3,9 @@ stand here and in the module of the torch at hand (_torch_2_11.py, _torch_2_15.p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from flce import errors
 from flce.engine import _torch_2_11, _torch_2_15
 from flce.engine._microbatches import Microbatch
+from flce.engine._packed import PackedBatch
 from flce.engine._stage import Stage
 
 _UNKNOWN = f"torch {torch.__version__} has a torch.distributed.pipelining that PipelineEngine does not know (2.11 to 2.15 are tested)"
@@ -41,6 +43,16 @@ def through_host(device: torch.device, group: dist.ProcessGroup | None) -> bool:
     return device.type == "cuda" and not on_device(group)
 
 
+def computed(stage: Stage, x: Tensor, batch: PackedBatch, of: str) -> Tensor:
+    """A stage's hidden states [T, hidden_size], whose shape and dtype are looked at. of: which microbatch."""
+    hidden = stage(x, batch)
+    expected = [batch.num_tokens, stage.hidden_size]
+    if not isinstance(hidden, Tensor) or list(hidden.shape) != expected or hidden.dtype != stage.dtype:
+        got = f"{hidden.dtype} {list(hidden.shape)}" if isinstance(hidden, Tensor) else f"a {type(hidden).__name__}"
+        raise errors.ShapeError(f"stage {stage.stage} returned {got} for {of}; its forward must return {stage.dtype} {expected}")
+    return hidden
+
+
 class StageModule(nn.Module):
     """The module that torch's stage calls: `stage`, on the microbatch whose turn it is.
 
@@ -48,40 +60,25 @@ class StageModule(nn.Module):
     states where no schedule asks for a loss.
     """
 
-    def __init__(self, stage: Stage) -> None:
+    def __init__(self, stage: Stage, noting: Callable[[StageModule], AbstractContextManager[None]]) -> None:
+        """noting: what notes an error of this rank's own computing, not of its waiting for others."""
         super().__init__()
         self.stage = stage
+        self.noting = functools.partial(noting, self)
         self.microbatches: list[Microbatch] = []
         self.number = 0
-        self.failure: BaseException | None = None
         self.finish: Callable[[Tensor, Microbatch], None] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         microbatch = self.microbatches[self.number]
         given = microbatch.input_ids if self.stage.is_first else x
-        hidden = self.stage(given, microbatch.batch)
-        expected = [microbatch.batch.num_tokens, self.stage.hidden_size]
-        if not isinstance(hidden, Tensor) or list(hidden.shape) != expected or hidden.dtype != self.stage.dtype:
-            got = f"{hidden.dtype} {list(hidden.shape)}" if isinstance(hidden, Tensor) else f"a {type(hidden).__name__}"
-            raise errors.ShapeError(
-                f"stage {self.stage.stage} returned {got} for {microbatch}; its forward must return {self.stage.dtype} {expected}"
-            )
+        hidden = computed(self.stage, given, microbatch.batch, str(microbatch))
         if self.finish is not None and self.stage.is_last:
             self.finish(hidden, microbatch)
         if torch.is_grad_enabled() and not hidden.requires_grad:
             hidden = hidden.detach().requires_grad_()  # output of frozen layers alone: backward ends here
         # Schedules that split backward detach outputs in place, which a view refuses.
         return hidden.clone(memory_format=torch.contiguous_format) if torch.is_grad_enabled() else hidden.contiguous()
-
-    @contextmanager
-    def noting(self) -> Iterator[None]:
-        """Notes an error of this rank's own computing, not of its waiting for others."""
-        try:
-            yield
-        except BaseException as error:
-            if self.failure is None:
-                self.failure = error
-            raise
 
 
 class EngineStage(_TorchStage):  # type: ignore[misc]
@@ -180,9 +177,3 @@ class EngineStage(_TorchStage):  # type: ignore[misc]
         for info in infos:
             if getattr(info, "buffer", None) is not None:
                 info.buffer = torch.empty(0, dtype=info.buffer.dtype, device=self.device)
-
-
-def run(schedule: Any, num_micro_batches: int, *, first: bool) -> None:
-    """One step: the schedule is handed numbers, on the rank of the first stage as inputs, on all as targets."""
-    numbers = torch.arange(num_micro_batches)
-    schedule.step(*([numbers] if first else []), target=numbers, return_outputs=False)
