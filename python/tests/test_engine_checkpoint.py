@@ -470,6 +470,7 @@ def test_a_run_killed_anywhere_leaves_the_old_checkpoint_or_the_new_one(tmp_path
     assert deaths == {("out", 2), (".out.flce-old", 2), ("out", 1)}
 
 
+@pytest.mark.full
 def test_help_tells_both_directions() -> None:
     ended = command("--help")
     assert ended.returncode == 0

@@ -14,6 +14,7 @@ import torch
 import flce
 from flce import _signatures
 from flce._options import OPTIONS, call_options, taken_by
+from flce.engine._output import HEAD_OPTIONS
 
 FUNCTIONS = {  # and the names of what each returns
     "CrossEntropy": (flce.linear_cross_entropy, ("Lse", "Logprobs", "Entropy", "Top1", "LogSumSqProbs")),
@@ -91,3 +92,7 @@ def test_names_of_a_heads_call_are_taken() -> None:
         given: Any = True if name.startswith("return_") else None
         made = head(hidden, labels=labels, **{name: given})
         assert isinstance(made, tuple) == name.startswith("return_"), name
+
+
+def test_the_engine_takes_the_options_that_the_table_says() -> None:
+    assert sorted(HEAD_OPTIONS) == sorted(taken_by("engine"))

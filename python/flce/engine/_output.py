@@ -12,6 +12,7 @@ from flce import LinearCrossEntropyLoss, errors, linear_cross_entropy, linear_lo
 from flce.engine._stage import Stage
 from flce.loss import with_budget
 
+HEAD_OPTIONS = ("workspace_limit_bytes", "retain_in_grad_weight", "batch_invariant", "memory_limit_bytes")
 _NO_TENSOR = (
     "the last stage's output is a HeadOutput and no tensor; output.cross_entropy(labels, shift=1) and output.logprobs(labels, shift=1) do "
     "without logits, output.logits() makes them, and output.values() a critic's values"
@@ -150,10 +151,9 @@ def vocab_size_of(stages: Sequence[Stage]) -> int | None:
 def head_options_of(given: Mapping[str, Any] | None, memory_limit_bytes: int | None) -> dict[str, Any]:
     """Options of all of a last stage's calls; a memory_limit_bytes is shared by the microbatches in flight."""
     options = dict(given or {})
-    allowed = ("workspace_limit_bytes", "retain_in_grad_weight", "batch_invariant", "memory_limit_bytes")
-    unknown = sorted(options.keys() - set(allowed))
+    unknown = sorted(options.keys() - set(HEAD_OPTIONS))
     if unknown:
-        raise errors.ArgumentError(f"head_options has {', '.join(unknown)}; allowed are {', '.join(allowed)}")
+        raise errors.ArgumentError(f"head_options has {', '.join(unknown)}; allowed are {', '.join(HEAD_OPTIONS)}")
     if memory_limit_bytes is not None:
         options["memory_limit_bytes"] = memory_limit_bytes
     if options.get("memory_limit_bytes") is not None and options.get("workspace_limit_bytes") is not None:

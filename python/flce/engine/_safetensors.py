@@ -98,7 +98,8 @@ def read_entries(file: Path) -> list[Entry]:
 
 def bytes_of(tensor: Tensor) -> memoryview:
     """A tensor's bytes on the host. The view keeps them alive, also where they are a copy that nothing else has."""
-    return memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    array: Any = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return memoryview(array)
 
 
 def check_equal(one: Entry, other: Entry, why: str) -> None:

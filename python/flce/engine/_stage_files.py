@@ -101,7 +101,8 @@ def _follow_ties(checkpoint: Checkpoint, stage: Any, names: dict[str, str], want
     ends = (stage.plan.names.embedding, stage.plan.names.head)
     if checkpoint.layout is None and not stage.critic and all(name in names for name in ends) and any(name in wanted for name in ends):
         entries = checkpoint.entries([names[name] for name in ends])
-        check_equal(*(entries[names[name]] for name in ends), TIED)
+        embedding, head = (entries[names[name]] for name in ends)
+        check_equal(embedding, head, TIED)
     for one, other in (ends, ends[::-1]):
         if one in wanted and one not in names and other in names:
             names[one] = names[other]
