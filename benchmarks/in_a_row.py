@@ -39,7 +39,8 @@ import torch
 from gpu_timing import Layer, commit, driver
 
 import flce
-from flce import _call, _kernels, _native
+from flce.call import _call
+from flce.core import _kernels, _native
 
 RETAIN: dict[str, dict[str, Any]] = {
     "all": {"workspace_limit_bytes": 1 << 40, "retain_in_grad_weight": False},

@@ -6,9 +6,9 @@ loss = flce.linear_cross_entropy(hidden, head.weight, labels, shift=1)
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from flce._kernels import Kernel, set_strict
-from flce._targets import shift_labels
 from flce.budget import MemoryBudget
+from flce.call._targets import shift_labels
+from flce.core._kernels import Kernel, set_strict
 from flce.errors import (
     ArgumentError,
     CacheMissError,
@@ -38,7 +38,7 @@ from flce.plans import check_same_plans, plan_digest
 if TYPE_CHECKING:
     from flce import bench, compat, engine, huggingface, megatron, trl
     from flce import torchtitan as torchtitan
-    from flce._patch import patch, unpatch
+    from flce.adapters._patch import patch, unpatch
 
 __version__ = "0.1.0"
 
@@ -104,7 +104,7 @@ def __getattr__(name: str) -> Any:
         except ImportError as error:
             raise AttributeError(f"flce.{name} cannot be imported: {error}; is the trainer that it is for installed?") from error
     if name in _OF_PATCH:
-        return getattr(importlib.import_module("flce._patch"), name)
+        return getattr(importlib.import_module("flce.adapters._patch"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -6,7 +6,8 @@ import os
 import sys
 from pathlib import Path
 
-from flce import _native, errors
+from flce import errors
+from flce.core import _native
 
 
 def path() -> str:

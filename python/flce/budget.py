@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from flce import errors
 
 if TYPE_CHECKING:
-    from flce._retain import Retained
+    from flce.core._retain import Retained
 
 _numbers = itertools.count(1)
 _budgets: weakref.WeakValueDictionary[int, MemoryBudget] = weakref.WeakValueDictionary()

@@ -9,15 +9,17 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, overload
 import torch
 from torch import Tensor, nn
 
-from flce import _call, _heads, _parallel, _sharded_call, errors
-from flce._arguments import check_one_divisor, check_teacher
-from flce._options import call_options, number, parameters_of, taken_by, way_of
-from flce._targets import check_ignore_index, refuse_impossible_teachers, targets_of
+from flce import errors
+from flce.call import _call, _heads
+from flce.call._arguments import check_one_divisor, check_teacher
+from flce.call._options import call_options, number, parameters_of, taken_by, way_of
+from flce.call._targets import check_ignore_index, refuse_impossible_teachers, targets_of
+from flce.parallel import _parallel, _sharded_call
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from flce import _signatures
+    from flce.call import _signatures
 
     _Head: TypeAlias = Tensor | nn.Linear
 

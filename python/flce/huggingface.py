@@ -14,10 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flce import _arguments, _chunked, _head_tap, _heads, _model_facts, _own_loss, _zero3, errors
-from flce._own_loss import Meaning
-from flce._shared_rows import SharedRows
-from flce._targets import shift_labels
+from flce import errors
+from flce.adapters import _head_tap, _model_facts, _own_loss
+from flce.adapters._own_loss import Meaning
+from flce.adapters._shared_rows import SharedRows
+from flce.call import _arguments, _chunked, _heads
+from flce.call._targets import shift_labels
+from flce.core import _zero3
 from flce.loss import LinearCrossEntropyLoss, LossOptions
 
 _MOST_SEQUENCES = 8  # sequences whose logits a loss is compared on

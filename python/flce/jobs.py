@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from flce import _command, _native, errors
+from flce import _command, errors
+from flce.core import _native
 
 Spec = str | Mapping[str, Any]
 """One output layer: "D=2048,V=151936,dtype=bf16", or its keys in a mapping."""

@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 
-from flce import _frame, _kernels, _native, _options, errors
-from flce._checks import HIDDEN_MULTIPLE
-from flce._frame import KernelKey
-from flce._kernels import Kernel
+from flce import errors
+from flce.call import _options
+from flce.call._checks import HIDDEN_MULTIPLE
+from flce.core import _frame, _kernels, _native
+from flce.core._frame import KernelKey
+from flce.core._kernels import Kernel
 
 _NAMED_DTYPES = {name: dtype for dtype, short in _frame.DTYPE_NAMES.items() for name in (short, str(dtype).removeprefix("torch."))}
 

@@ -8,17 +8,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flce import _chunked, _heads, _zero3, errors
-from flce._checks import is_dtensor
-from flce._options import check_options, taken_by
-from flce._targets import check_ignore_index, check_tensors, refuse_quantised
+from flce import errors
+from flce.call import _chunked, _heads
+from flce.call._checks import is_dtensor
+from flce.call._options import check_options, taken_by
+from flce.call._targets import check_ignore_index, check_tensors, refuse_quantised
+from flce.core import _zero3
 from flce.functional import linear_cross_entropy
 from flce.loss import parallel_of, with_budget
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from flce import _signatures
+    from flce.call import _signatures
 
 _OF_CALL = frozenset(taken_by("cross_entropy")) - {"bias", "shift", "ignore_index"}
 _KEPT = ("in_features", "out_features", "training")

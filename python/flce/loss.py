@@ -12,12 +12,15 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from flce import _arguments, _chunked, _heads, _native, _parallel, errors
-from flce._frame import Parallel
-from flce._options import check_options, of_kind, temperature_number
-from flce._targets import check_ignore_index, check_tensors, targets_of
+from flce import errors
 from flce.budget import MemoryBudget
+from flce.call import _arguments, _chunked, _heads
+from flce.call._options import check_options, of_kind, temperature_number
+from flce.call._targets import check_ignore_index, check_tensors, targets_of
+from flce.core import _native
+from flce.core._frame import Parallel
 from flce.functional import linear_cross_entropy
+from flce.parallel import _parallel
 
 IMPLEMENTATIONS = ("auto", "flce", "torch_compile", "pytorch")
 _OF_FLCE = of_kind("kernels", "ranks")  # the others compute whole layers, in chunks of chunk_size

@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from flce import _engine, _zero3, errors
-from flce._checks import check_gradient_memory
-from flce._frame import is_hidden_major
+from flce import errors
+from flce.call._checks import check_gradient_memory
+from flce.core import _autograd, _zero3
+from flce.core._frame import is_hidden_major
 from flce.loss import LinearCrossEntropyLoss
 
 _log = logging.getLogger("flce")
@@ -60,8 +61,8 @@ class PipelineFusedLoss(LinearCrossEntropyLoss):
         super().__init__(output_layer, impl, chunk_size, ignore_index, compile, shift=shift, **options)
         if accumulate_into_grad and self.actual_impl != "flce":
             raise errors.ArgumentError(f"accumulate_into_grad needs impl 'flce'; this loss uses {self.actual_impl!r}")
-        if accumulate_into_grad and not _engine.knows_what_is_wanted():
-            _log.warning("accumulate_into_grad=True is without effect: %s; autograd adds that gradient to weight.grad", _engine.UNKNOWN)
+        if accumulate_into_grad and not _autograd.knows_what_is_wanted():
+            _log.warning("accumulate_into_grad=True is without effect: %s; autograd adds that gradient to weight.grad", _autograd.UNKNOWN)
         self.accumulate_into_grad = accumulate_into_grad
         self.num_valid_tokens: Tensor | None = None
 
@@ -89,7 +90,7 @@ class PipelineFusedLoss(LinearCrossEntropyLoss):
         grad_weight_out: Tensor | None = None,
     ) -> Tensor:
         accumulates = self.accumulate_into_grad and self.weight.requires_grad and torch.is_grad_enabled()
-        accumulates = accumulates and _engine.knows_what_is_wanted()
+        accumulates = accumulates and _autograd.knows_what_is_wanted()
         if accumulates:
             _zero3.refuse_gradient_memory("accumulate_into_grad=True", self.weight)
             grad_weight_out = _gradient_of(self.weight)

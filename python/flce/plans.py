@@ -9,8 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from flce import _kernels, _native, errors
-from flce._kernels import Kernel
+from flce import errors
+from flce.core import _kernels, _native
+from flce.core._kernels import Kernel
 
 _DIGEST_BYTES = 32
 

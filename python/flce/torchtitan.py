@@ -32,8 +32,9 @@ from torchtitan.distributed.spmd_types import (  # type: ignore[import-untyped,i
 )
 from torchtitan.distributed.utils import get_spmd_backend  # type: ignore[import-untyped,import-not-found,unused-ignore]
 
-from flce import _heads, errors
-from flce._options import check_options, taken_by
+from flce import errors
+from flce.call import _heads
+from flce.call._options import check_options, taken_by
 from flce.functional import linear_cross_entropy
 
 __all__ = ["FusedLoss", "fused_loss"]

@@ -13,7 +13,7 @@ import torch
 from retain_support import watched, way  # noqa: F401  # fixtures
 
 import flce
-from flce import _call
+from flce.call import _call
 
 
 def _devices() -> list[object]:

@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor
 
 import flce
-from flce import _kernels
-from flce._direct import DirectCall
+from flce.call._direct import DirectCall
+from flce.core import _kernels
 
 
 @dataclass(frozen=True)

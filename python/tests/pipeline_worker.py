@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 import flce
-from flce import _retain
+from flce.core import _retain
 
 D, V, S, ROWS = 24, 499, 10, 8  # large enough that the engine is asked which gradients it wants
 # Schedules before torch 2.7 do not scale gradients.

@@ -13,7 +13,7 @@ from support import assert_close, in_double, make_problem, reference
 from torch import Tensor
 
 import flce
-from flce import _kernels, _retain
+from flce.core import _kernels, _retain
 
 NONE, OWN, LENT = "none", "own", "lent"
 ALL = 1 << 40

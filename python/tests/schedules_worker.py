@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
 import flce
-from flce import _retain
+from flce.core import _retain
 
 # DualPipeV wants a microbatch for each stage, of which a rank has two.
 MICROBATCHES = max(int(os.environ.get("FLCE_TEST_MICROBATCHES", "4")), 2 * int(os.environ.get("WORLD_SIZE", "2")))

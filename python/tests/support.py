@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import flce
-from flce import _kernels
-from flce._direct import DirectCall
+from flce.call._direct import DirectCall
+from flce.core import _kernels
 
 # docs/numerics.md: the largest ‖error‖ / ‖expected‖ of a whole tensor. Outputs are fp32, of inputs in fp32 and in 16 bits;
 # gradients have a dtype.

@@ -20,7 +20,8 @@ from tensor_parallel_support import TOKENS, VOCAB, Layer, leaf
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import flce
-from flce import _call, _layouts
+from flce.call import _call
+from flce.parallel import _layouts
 
 TIMEOUT_S = 4.0
 

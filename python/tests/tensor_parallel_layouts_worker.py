@@ -16,7 +16,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flce
-from flce import _layouts, _op, _parallel
+from flce.call import _op
+from flce.parallel import _layouts, _parallel
 
 
 def asks(calls: Callable[[], None]) -> int:

@@ -18,7 +18,7 @@ from tensor_parallel_support import close, leaf, same_on_every_rank
 from torch import Tensor
 
 import flce
-from flce import _retain
+from flce.core import _retain
 
 CASES = 40
 DTYPES = (torch.float32, torch.float32, torch.bfloat16, torch.float16)

@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_ten
 from torch.utils.checkpoint import checkpoint
 
 import flce
-from flce import _retain, _shards
+from flce.core import _retain
+from flce.parallel import _shards
 
 
 def compare(

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import flce
-from flce import _call
+from flce.call import _call
 from flce.compat import cce
 
 pytestmark = pytest.mark.first_and_direct

@@ -9,8 +9,8 @@ from support import assert_close
 from torch import Tensor
 
 import flce
-from flce import _kernels
 from flce.compat.verl import linear_cross_entropy
+from flce.core import _kernels
 
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 

@@ -12,7 +12,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._triton import has_triton
 
 import flce
-from flce import _frame
+from flce.core import _frame
 
 CALLS = [("", 2), ("softcap=5,outputs=loss+lse+logprob+entropy", 0), ("z_loss=0.01,outputs=loss+lse", 1)]
 

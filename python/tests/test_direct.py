@@ -13,7 +13,7 @@ from support import assert_close, make_problem, reference
 from torch import Tensor
 
 import flce
-from flce._direct import DirectCall
+from flce.call._direct import DirectCall
 
 pytest.importorskip("torch._C._dynamo.guards", reason="direct calls need torch's tensor guards")
 DIRECT = "LinearCrossEntropyDirectBackward"

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 import flce
-from flce import _engine
+from flce.core import _autograd
 
 VERSION = f"torch {torch.__version__}"
-GONE = f"{VERSION}: flce/_engine.py relies on it; without it see knows_what_is_wanted() and keep_node()"
+GONE = f"{VERSION}: flce/core/_autograd.py relies on it; without it see knows_what_is_wanted() and keep_node()"
 
 
 class Ask(torch.autograd.Function):
@@ -69,7 +69,7 @@ def test_the_engine_says_which_nodes_a_run_executes() -> None:
 def test_the_engine_says_what_is_a_result_of_grad() -> None:
     answers: list[Any] = []
     leaf, weight = torch.zeros(3, 3, requires_grad=True), torch.zeros(3, 3, requires_grad=True)
-    question = lambda node: _engine.is_asked_for_by_grad(node.next_functions[1][0])  # noqa: E731
+    question = lambda node: _autograd.is_asked_for_by_grad(node.next_functions[1][0])  # noqa: E731
     for of in (weight, weight.t(), weight.t().contiguous().view(9).view(3, 3)):
         output = Ask.apply(leaf * 1, of, question, answers).sum()
         output.backward(retain_graph=True)
@@ -114,11 +114,11 @@ def test_which_torch_loses_nodes() -> None:
         loses = node._input_metadata is None
     except RuntimeError:
         loses = True
-    assert loses == _engine.LOSES_NODES, f"{VERSION}: set LOSES_NODES of flce/_engine.py by it"
+    assert loses == _autograd.LOSES_NODES, f"{VERSION}: set LOSES_NODES of flce/core/_autograd.py by it"
 
 
 def test_private_names_of_the_engine_stand_in_one_file() -> None:
     for file in Path(flce.__file__).parent.rglob("*.py"):
         text = file.read_text()
         for name in ("_will_engine_execute_node", "_current_autograd_node", "_current_graph_task", "_autograd_graph"):
-            assert name not in text or file.name == "_engine.py", f"{file.name} asks for {name}"
+            assert name not in text or file.name == "_autograd.py", f"{file.name} asks for {name}"

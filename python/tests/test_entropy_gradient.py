@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import flce
-from flce import _kernels, _retain
+from flce.core import _kernels, _retain
 
 N, D, V = 24, 64, 301
 

@@ -28,7 +28,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import flce
-from flce import _native, errors
+from flce import errors
+from flce.core import _native
 from flce.trl import _own
 
 pytestmark = pytest.mark.first_and_direct

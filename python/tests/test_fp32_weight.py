@@ -15,7 +15,7 @@ from support import assert_close
 from torch import Tensor
 
 import flce
-from flce import _kernels, _native
+from flce.core import _kernels, _native
 
 HIDDEN, VOCAB, TOKENS = 512, 20000, 48
 

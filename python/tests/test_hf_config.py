@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import flce
-from flce import _native
+from flce.core import _native
 
 transformers = pytest.importorskip("transformers")
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import flce
-from flce import _kernels
+from flce.core import _kernels
 from flce.huggingface import CausalLMLoss, options_of, return_hidden_states
 
 transformers = pytest.importorskip("transformers")

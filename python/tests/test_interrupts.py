@@ -17,7 +17,8 @@ from support import Problem, make_problem
 from torch import Tensor
 
 import flce
-from flce import _call, _kernels, _options, _retain
+from flce.call import _call, _options
+from flce.core import _kernels, _retain
 
 PACKAGE = str(Path(flce.__file__).resolve().parent)
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # an interrupt in a finalizer

@@ -17,7 +17,7 @@ from support import assert_close, make_problem, reference
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flce
-from flce import _kernels, _memory, _native
+from flce.core import _kernels, _memory, _native
 
 
 def test_kernel_describes_itself(device: str) -> None:

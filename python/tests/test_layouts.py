@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import flce
-from flce import _layouts
-from flce._frame import Parallel
-from flce._layouts import Shard, _Facts, agreed_shard
+from flce.core._frame import Parallel
+from flce.parallel import _layouts
+from flce.parallel._layouts import Shard, _Facts, agreed_shard
 
 LAYER = (("softcap", 0.0), ("dtype", "float32"))
 TOKENS = (("target", ([4], "torch.int64", 7)), ("temperature", None))

@@ -13,7 +13,7 @@ import torch
 from retain_support import LENT, NONE, OWN, Loss, Watched, check, gradients_of, loss_of, make
 
 import flce
-from flce import _kernels
+from flce.core import _kernels
 
 NUM_TOKENS = 40
 

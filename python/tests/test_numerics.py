@@ -10,7 +10,7 @@ from support import Problem, assert_close, check, in_double, make_problem, refer
 from torch import Tensor
 
 import flce
-from flce import _kernels, _retain
+from flce.core import _kernels, _retain
 
 pytestmark = [pytest.mark.first_and_direct, pytest.mark.pairwise]
 

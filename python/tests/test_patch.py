@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import flce
-from flce import _call, _kernels
+from flce.call import _call
+from flce.core import _kernels
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -136,7 +137,7 @@ def test_no_logits_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
     forward = _kernels.LoadedKernel.forward
     monkeypatch.setattr(torch.nn.functional, "linear", linear)
     monkeypatch.setattr(_kernels.LoadedKernel, "forward", lambda self, *given: calls.append(self) or forward(self, *given))
-    flce._call.forget()  # type: ignore[attr-defined]
+    flce.call._call.forget()  # type: ignore[attr-defined]
     step(mine, **batch())
     assert seen == [] and len(calls) == 1
 

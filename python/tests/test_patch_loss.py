@@ -16,8 +16,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
 
 import flce
-from flce import _own_loss
-from flce._shared_rows import SharedRows
+from flce.adapters import _own_loss
+from flce.adapters._shared_rows import SharedRows
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")

@@ -17,7 +17,7 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 import flce
-from flce import _head_tap
+from flce.adapters import _head_tap
 
 transformers = pytest.importorskip("transformers")
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import schedules
 
 import flce
-from flce import _retain
+from flce.core import _retain
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import flce
-from flce import _kernels, _native, _retain
+from flce.core import _kernels, _native, _retain
 
 
 @pytest.mark.parametrize("way", ["eager", "aot_eager", "inductor"], indirect=True)

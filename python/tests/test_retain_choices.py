@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import flce
-from flce import _retain
-from flce._retain import ALWAYS, AUTOMATIC, NEVER, Alive, Choice, Choices, Retain
+from flce.core import _retain
+from flce.core._retain import ALWAYS, AUTOMATIC, NEVER, Alive, Choice, Choices, Retain
 
 
 class StandIn:

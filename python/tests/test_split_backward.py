@@ -18,7 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flce
-from flce import _engine, _retain
+from flce.core import _autograd, _retain
 
 split = pytest.importorskip("torch.distributed.pipelining._backward")
 
@@ -40,7 +40,7 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Passes]:
 def losing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The way of torch before 2.13, too."""
     if request.param == "loses nodes":
-        monkeypatch.setattr(_engine, "LOSES_NODES", True)
+        monkeypatch.setattr(_autograd, "LOSES_NODES", True)
 
 
 class Stage(nn.Module):
@@ -204,7 +204,7 @@ def test_nothing_of_a_loss_outlives_its_passes(device: str, loss: Loss) -> None:
 def test_a_node_is_kept_only_where_a_schedule_may_split(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = make_problem(device)
     plain = flce.linear_cross_entropy(problem.hidden, problem.weight, problem.target)
-    monkeypatch.setattr(_engine, "LOSES_NODES", True)
+    monkeypatch.setattr(_autograd, "LOSES_NODES", True)
     for way in range(4):  # direct calls from the third on
         kept = flce.linear_cross_entropy(problem.hidden, problem.weight, problem.target)
         assert torch.equal(kept, plain), way
@@ -215,7 +215,7 @@ def test_a_node_is_kept_only_where_a_schedule_may_split(device: str, monkeypatch
         plain = flce.linear_cross_entropy(problem.hidden, problem.weight, problem.target)
     for name in ("_PIPELINING", "_running_node"):  # not imported, and a torch that has no such name
         with monkeypatch.context() as without:
-            without.setattr(_engine, name, None)
+            without.setattr(_autograd, name, None)
             alone = flce.linear_cross_entropy(problem.hidden, problem.weight, problem.target)
             assert alone.grad_fn.name() != "MulBackward0"
 
@@ -226,7 +226,7 @@ def test_a_node_is_kept_only_where_a_schedule_may_split(device: str, monkeypatch
 @pytest.fixture
 def mute(monkeypatch: pytest.MonkeyPatch) -> None:
     """A torch that does not say what a run is for."""
-    monkeypatch.setattr(_engine, "_will_run", None)
+    monkeypatch.setattr(_autograd, "_will_run", None)
 
 
 @pytest.mark.usefixtures("mute")

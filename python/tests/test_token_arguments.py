@@ -13,8 +13,8 @@ from support import OUTPUTS, Problem, assert_close, check, make_problem, referen
 from torch import Tensor
 
 import flce
-from flce import _kernels
-from flce._frame import Inputs
+from flce.core import _kernels
+from flce.core._frame import Inputs
 
 pytestmark = [pytest.mark.first_and_direct, pytest.mark.pairwise]
 

@@ -19,9 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import flce
-from flce import _engine, _kernels
-from flce._direct import DirectCall
-from flce._retain import AUTOMATIC, Retain
+from flce.call._direct import DirectCall
+from flce.core import _autograd, _kernels
+from flce.core._retain import AUTOMATIC, Retain
 
 FUNCTIONS = ["linear_cross_entropy", "linear_logprobs"]
 ROWS = {
@@ -278,7 +278,7 @@ def test_direct_calls_of_logprobs(device: str) -> None:
     for _ in range(4):
         logprobs = flce.linear_logprobs(hidden, problem.weight, target)
         runs.append((logprobs, *torch.autograd.grad(logprobs, (hidden, problem.weight), upstream)))
-    assert [_engine.python_node(run[0]).name() == "LinearCrossEntropyDirectBackward" for run in runs] == [False, True, True, True]
+    assert [_autograd.python_node(run[0]).name() == "LinearCrossEntropyDirectBackward" for run in runs] == [False, True, True, True]
     assert all(all_equal(run, runs[0]) for run in runs[1:])
     # One layer with other outputs or a temperature is another call.
     assert isinstance(flce.linear_logprobs(hidden, problem.weight, target, return_entropy=True), tuple)

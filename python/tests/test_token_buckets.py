@@ -12,7 +12,7 @@ from support import assert_close, make_problem, reference
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import flce
-from flce import _kernels, _native
+from flce.core import _kernels, _native
 
 _sizes = itertools.count(1511)  # vocabularies that no other test has
 

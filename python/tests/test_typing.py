@@ -1,4 +1,4 @@
-"""The table of options, the functions' signatures, flce._signatures, which type checkers read, and the page of options say the same."""
+"""The table of options, the functions' signatures, flce.call._signatures (for type checkers) and the page of options say the same."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import flce
-from flce import _signatures
-from flce._options import OPTIONS, call_options, taken_by
+from flce.call import _signatures
+from flce.call._options import OPTIONS, call_options, taken_by
 from flce.engine._output import HEAD_OPTIONS
 
 FUNCTIONS = {  # and the names of what each returns

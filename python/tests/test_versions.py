@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import flce
-from flce import _native
 from flce.bench import _compare
+from flce.core import _native
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/versions.md").read_text(encoding="utf-8")

@@ -18,7 +18,7 @@ skip() {
 }
 # Files that a way hangs on. Without a history everything has changed.
 declare -A files=([pip]="" [wheel]="" [demos]="" [cmake]="docs/prewarm.md cmake examples/prewarm tests/ways"
-    [sdist]="pyproject.toml CMakeLists.txt cmake tools/setup.sh python/flce/_native.py python/flce/_command.py tests/ways"
+    [sdist]="pyproject.toml CMakeLists.txt cmake tools/setup.sh python/flce/core/_native.py python/flce/_command.py tests/ways"
     [image]="docs/prewarm.md prewarm cli/prewarm.cpp cmake tests/ways")
 if [[ ${FLCE_TEST_LEVEL:-} == full && ${files[$way]} ]] && git -C "$root" rev-parse -q --verify HEAD >/dev/null 2>&1; then
     read -ra paths <<<"${files[$way]}"

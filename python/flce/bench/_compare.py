@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 
-from flce import _native, errors
+from flce import errors
 from flce.bench import _contenders, _measure, _report
 from flce.bench._contenders import Contender
 from flce.bench._problem import DTYPES, Problem
+from flce.core import _native
 
 SCHEMA = 1
 _OF_SPEC = {"D": "hidden_size", "V": "vocab_size", "dtype": "dtype", "bias": "bias", "softcap": "softcap", "logit_scale": "logit_scale"}

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 import flce
-from flce import _native, errors
+from flce import errors
+from flce.core import _native
 
 MIB = 1 << 20
 PLOT_ENDINGS = (".png", ".svg", ".pdf")

@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from flce import _arguments, errors, functional
-from flce._targets import shift_labels
+from flce import errors, functional
+from flce.call import _arguments
+from flce.call._targets import shift_labels
 from flce.compat._common import check_reduction, nan_unless
 
 __all__ = ["LinearCrossEntropy", "LinearCrossEntropyImpl", "VocabParallelOptions", "compute_z_loss", "linear_cross_entropy"]

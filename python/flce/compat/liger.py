@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flce import functional
-from flce._targets import check_ignore_index
+from flce.call._targets import check_ignore_index
 from flce.compat._common import check_reduction
 
 __all__ = [

@@ -18,10 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from flce import _call, functional
-from flce._checks import DTYPES
-from flce._frame import PLAIN_TYPES
+from flce import functional
+from flce.call import _call
+from flce.call._checks import DTYPES
 from flce.compat._common import nan_unless
+from flce.core._frame import PLAIN_TYPES
 
 __all__ = ["linear_cross_entropy"]
 

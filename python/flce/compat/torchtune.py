@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from flce import _heads, errors, functional
-from flce._checks import is_dtensor
+from flce import errors, functional
+from flce.call import _heads
+from flce.call._checks import is_dtensor
 
 __all__ = ["LinearCrossEntropyLoss"]
 

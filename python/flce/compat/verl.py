@@ -6,8 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
-from flce import _parallel, functional
+from flce import functional
 from flce.compat._common import check_reduction
+from flce.parallel import _parallel
 
 __all__ = ["linear_cross_entropy"]
 

@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from flce import _checks, errors
-from flce._checks import is_dtensor
-from flce._options import check_options, taken_by
-from flce._targets import check_ignore_index
+from flce import errors
+from flce.call import _checks
+from flce.call._checks import is_dtensor
+from flce.call._options import check_options, taken_by
+from flce.call._targets import check_ignore_index
 from flce.functional import linear_cross_entropy
 
 _log = logging.getLogger("flce")

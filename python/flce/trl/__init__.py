@@ -18,7 +18,8 @@ from __future__ import annotations
 
 from types import ModuleType, TracebackType
 
-from flce import _locks, _native, errors
+from flce import errors
+from flce.core import _locks, _native
 from flce.trl import _divergence, _own
 from flce.trl._log_probs import ChunkedLogProbFunction
 from flce.trl._own import TemperatureError, calls

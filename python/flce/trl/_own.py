@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flce import _locks, errors
-from flce._checks import DTYPES
+from flce import errors
+from flce.call._checks import DTYPES
+from flce.core import _locks
 
 OLDEST = (1, 15)  # the oldest TRL that is taken
 TESTED = "1.16.0"

@@ -16,8 +16,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flce import _checks, _engine, _frame, _kernels, _retain, errors
-from flce._frame import CallOptions, Inputs, Parallel
+from flce import errors
+from flce.call import _checks
+from flce.core import _autograd, _frame, _kernels, _retain
+from flce.core._frame import CallOptions, Inputs, Parallel
 
 NO_GRADIENTS = (None, None, None)
 
@@ -123,7 +125,7 @@ class Made(NamedTuple):
 
 
 class LinearCrossEntropyFunction(torch.autograd.Function):
-    """The node. The differentiable inputs come first (`_engine.wanted_gradients` counts on it), and again in `given`. Its one output is
+    """The node. The differentiable inputs come first (`_autograd.wanted_gradients` counts on it), and again in `given`. Its one output is
     made.values (schedules that split backward add up the gradients of a node's outputs, or know the first alone). Without a kernel it goes
     through the operators, and its outputs are theirs."""
 
@@ -159,13 +161,13 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         hidden, weight = given.hidden, given.weight
         # Ranks that share a vocabulary add up what all of them ask for, however few rows one has.
         may_ask = kernel is None or grad_weight_out is not None or options.parallel is not None or hidden.shape[0] * weight.numel() >= SMALL
-        wanted = _engine.wanted_gradients(ctx) if may_ask else ctx.needs_input_grad[:3]
+        wanted = _autograd.wanted_gradients(ctx) if may_ask else ctx.needs_input_grad[:3]
         gradients: Sequence[Tensor | None]
         if kernel is None:
             made = _backward_op(*operands(given, BACKWARD, grad_values=grad_values, saved=saved, wanted=wanted))
             return *(value if want else None for value, want in zip(made, wanted, strict=True)), None, None, None, None
         into = grad_weight_out
-        if into is not None and wanted[1] and _engine.is_asked_for_by_grad(ctx.next_functions[1][0]):
+        if into is not None and wanted[1] and _autograd.is_asked_for_by_grad(ctx.next_functions[1][0]):
             into = None
         entropy = ctx.has_entropy_gradient
         gradients = run_backward(kernel, given, saved, grad_values, wanted, into, filled=ctx.filled, entropy=entropy)
@@ -196,7 +198,7 @@ class OwnEntropy(torch.autograd.Function):
 def own_entropy(entropy: Tensor, values: Tensor) -> Tensor:
     """A copy of an eager call's entropy, a part of `values`. Where nothing is computed from it that has a gradient, backward may use what
     forward retained."""
-    node = _engine.python_node(values)
+    node = _autograd.python_node(values)
     if node is None:
         return entropy.clone()
     node.has_entropy_gradient = False

@@ -18,9 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flce import _locks, errors
-from flce._frame import Parallel
-from flce._parallel import told_by_hosts
+from flce import errors
+from flce.core import _locks
+from flce.core._frame import Parallel
+from flce.parallel._parallel import told_by_hosts
 
 _MOST = 1 << 62  # numbers that hosts tell each other have 64 bits
 

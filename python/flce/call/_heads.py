@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from flce import _zero3, errors
-from flce._targets import refuse_quantised
+from flce import errors
+from flce.call._targets import refuse_quantised
+from flce.core import _zero3
 
 # The largest logit of a row whose head is compared with its own forward: large enough that a cap shows at any scale of the weight.
 LARGE_LOGIT = 1000.0

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from flce import errors
-from flce._shared_rows import SharedRows
+from flce.adapters._shared_rows import SharedRows
 
 # Arguments that a module may get in another form where the model has labels, with the same result.
 _OF_NO_ACCOUNT = ("num_items_in_batch", "shift_labels", "return_dict", "use_cache", "ignore_index", "cache", "past_key_values")

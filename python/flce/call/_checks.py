@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flce import _engine, _kernels, _zero3, errors
-from flce._frame import PLAIN_TYPES, ROW_ALIGNMENT, Inputs, is_hidden_major
+from flce import errors
+from flce.core import _autograd, _kernels, _zero3
+from flce.core._frame import PLAIN_TYPES, ROW_ALIGNMENT, Inputs, is_hidden_major
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TARGET_DTYPES = (torch.int64, torch.int32)
@@ -103,8 +104,8 @@ def kernel_for_backward(
 
 def check_grad_weight_out(buffer: Tensor, hidden: Tensor, weight: Tensor, **others: Tensor | None) -> None:
     """Raises unless backward can add the gradient of weight [V, D] to `buffer`; `others` are what else the call reads."""
-    if not _engine.knows_what_is_wanted():
-        raise errors.UnavailableError(f"grad_weight_out is given, but {_engine.UNKNOWN}; leave it out and take weight.grad")
+    if not _autograd.knows_what_is_wanted():
+        raise errors.UnavailableError(f"grad_weight_out is given, but {_autograd.UNKNOWN}; leave it out and take weight.grad")
     if buffer.dtype not in (hidden.dtype, torch.float32):
         raise errors.DTypeError(f"grad_weight_out has dtype {buffer.dtype}; allowed are {hidden.dtype} (hidden's) and float32")
     if type(buffer) in PLAIN_TYPES:  # others may have no memory of their own

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from flce import _locks, _memory, _native, _retain, errors
-from flce._frame import GRADIENT_VIEWS, Frame, Inputs, KernelKey, is_hidden_major, outputs_of, planned_tokens, split_values
+from flce import errors
+from flce.core import _locks, _memory, _native, _retain
+from flce.core._frame import GRADIENT_VIEWS, Frame, Inputs, KernelKey, is_hidden_major, outputs_of, planned_tokens, split_values
 
 _WORKSPACE_ALIGNMENT = 256  # torch's CUDA allocator gives 512, its CPU allocator 64
 

@@ -11,7 +11,8 @@ from ctypes import POINTER, Structure, byref, c_char_p, c_int32, c_int64, c_size
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flce import _locks, errors
+from flce import errors
+from flce.core import _locks
 
 ABI_VERSION = 11
 
@@ -192,7 +193,7 @@ def _candidates() -> list[Path]:
     given = os.environ.get("FLCE_LIBRARY")
     if given:
         return [Path(given)]
-    here = Path(__file__).resolve().parent
+    here = Path(__file__).resolve().parent.parent
     # A wheel of a release tree has it under its soname, by which the command asks for it.
     return [here / folder / name for folder in ("lib", "lib64") for name in ("libflce.so", "libflce.so.0")]
 

@@ -20,9 +20,9 @@ from torch import Tensor
 from flce import budget
 
 if TYPE_CHECKING:
-    from flce._frame import Inputs
-    from flce._kernels import LoadedKernel
     from flce.budget import MemoryBudget
+    from flce.core._frame import Inputs
+    from flce.core._kernels import LoadedKernel
 
 NEVER, AUTOMATIC, ALWAYS = 0, 1, 2  # Retain.choice
 CHOICES = {None: AUTOMATIC, False: NEVER, True: ALWAYS}

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from flce import _engine, _frame, _kernels, _op, _retain
-from flce._frame import CallOptions, Frame, Inputs
+from flce.call import _op
+from flce.core import _autograd, _frame, _kernels, _retain
+from flce.core._frame import CallOptions, Frame, Inputs
 
 try:
     # One question in place of twenty: types, dispatch keys (device type, negation, inference), dtypes, device indices, sizes, strides,
@@ -160,7 +161,7 @@ class DirectCall:
             if self.reshapes:
                 hidden, target = hidden.view(self.hidden_shape), target.view(self.target_shape)
             value = _apply(hidden, weight, target, self)
-            return _engine.keep_node(value) if _engine.LOSES_NODES else value
+            return _autograd.keep_node(value) if _autograd.LOSES_NODES else value
         if forward_ad._current_level >= 0:
             return None
         return self.forward(hidden, weight, target)[0]
@@ -247,7 +248,7 @@ class LinearCrossEntropyDirect(torch.autograd.Function):
         call, addresses, _ = ctx.call
         if addresses is None or not call.matches_backward(addresses, grad_values, saved, hidden, weight, target) or _is_grad_enabled():
             return _backward_of_any_form(ctx, grad_values, saved, hidden, weight, target)
-        wants = _engine.wanted_gradients(ctx) if call.asks_engine else ctx.needs_input_grad
+        wants = _autograd.wanted_gradients(ctx) if call.asks_engine else ctx.needs_input_grad
         wanted = wants[0] + 2 * wants[1]
         return call.backward(addresses, grad_values, hidden, weight, wanted) if wanted else _NO_GRADIENTS
 
@@ -264,7 +265,7 @@ def _backward_of_any_form(ctx: Any, grad_values: Tensor, saved: Tensor, hidden: 
     call: DirectCall
     call, _, filled = ctx.call
     given = call.inputs(hidden, weight, target)
-    wanted = _engine.wanted_gradients(ctx) if call.asks_engine else ctx.needs_input_grad[:3]
+    wanted = _autograd.wanted_gradients(ctx) if call.asks_engine else ctx.needs_input_grad[:3]
     grad_hidden, grad_weight, _ = _op.run_backward(call.kernel, given, saved, grad_values, wanted, filled=filled)
     if torch.is_grad_enabled():
         grad_hidden, grad_weight = _op.refuse_second_derivative((grad_hidden, grad_weight), (grad_values, hidden, weight))

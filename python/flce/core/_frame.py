@@ -12,10 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flce import _native, _retain, errors
+from flce import errors
+from flce.core import _native, _retain
 
 if TYPE_CHECKING:
-    from flce._kernels import LoadedKernel
+    from flce.core._kernels import LoadedKernel
 
 DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 DTYPE_CODES = {

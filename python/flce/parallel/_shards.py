@@ -12,9 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flce import _kernels, _layouts, _native, _options, _parallel, _retain, errors
-from flce._frame import DTYPE_NAMES, VALUES, Frame, Inputs, KernelKey, is_hidden_major
-from flce._layouts import Shard
+from flce import errors
+from flce.call import _options
+from flce.core import _kernels, _native, _retain
+from flce.core._frame import DTYPE_NAMES, VALUES, Frame, Inputs, KernelKey, is_hidden_major
+from flce.parallel import _layouts, _parallel
+from flce.parallel._layouts import Shard
 
 _OF_BOTH = ("temperature", "token_weight")
 _OF_TOKENS = ("target", "temperature", "token_weight", "num_valid", "teacher_ids", "teacher_probs")

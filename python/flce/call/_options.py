@@ -14,10 +14,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from flce import _frame, _retain, errors
-from flce._frame import CallOptions
-from flce._targets import check_ignore_index
+from flce import errors
 from flce.budget import MemoryBudget
+from flce.call._targets import check_ignore_index
+from flce.core import _frame, _retain
+from flce.core._frame import CallOptions
 
 REDUCTIONS = {"none": 0, "sum": 1, "mean": 2, "weighted_mean": 3}
 REDUCTION_NAMES = {code: name for name, code in REDUCTIONS.items()}

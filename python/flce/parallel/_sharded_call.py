@@ -8,10 +8,13 @@ from typing import Any
 
 from torch import Tensor
 
-from flce import _call, _kernels, _shards, errors
-from flce._checks import is_dtensor
-from flce._frame import CallOptions, Parallel
-from flce._targets import check_tensors
+from flce import errors
+from flce.call import _call
+from flce.call._checks import is_dtensor
+from flce.call._targets import check_tensors
+from flce.core import _kernels
+from flce.core._frame import CallOptions, Parallel
+from flce.parallel import _shards
 
 _kernels.find_shard = _shards.find_for
 

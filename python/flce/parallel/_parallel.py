@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flce import errors
-from flce._frame import DTYPE_NAMES, Parallel
+from flce.core._frame import DTYPE_NAMES, Parallel
 
 if dist.is_available():
     from torch.distributed import ProcessGroup

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from flce import errors
-from flce._heads import LARGE_LOGIT
-from flce._shared_rows import SharedRows
-from flce._targets import shift_labels
+from flce.adapters._shared_rows import SharedRows
+from flce.call._heads import LARGE_LOGIT
+from flce.call._targets import shift_labels
 
 _MASKS = ("attention_mask", "decoder_attention_mask")
 _TOLERANCE = 1e-5  # relative to the loss: both are of the same logits, in fp64

@@ -15,13 +15,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from flce import _arguments, _engine, _frame, _kernels, _native, _op, _options, _zero3, errors
-from flce._checks import DTYPES, HIDDEN_MULTIPLE, check_grad_weight_out
-from flce._direct import DirectCall
-from flce._frame import PLAIN_TYPES, CallOptions, Inputs
-from flce._targets import check_tensors
+from flce import errors
+from flce.call import _arguments, _op, _options
+from flce.call._checks import DTYPES, HIDDEN_MULTIPLE, check_grad_weight_out
+from flce.call._direct import DirectCall
+from flce.call._targets import check_tensors
+from flce.core import _autograd, _frame, _kernels, _native, _zero3
+from flce.core._frame import PLAIN_TYPES, CallOptions, Inputs
 
-_dispatch_modes, _tracing_state, _transforms = _engine.dispatch_modes, _engine.tracing_state, _engine.transforms
+_dispatch_modes, _tracing_state, _transforms = _autograd.dispatch_modes, _autograd.tracing_state, _autograd.transforms
 _any_autocast: Any = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
 
 
@@ -80,8 +82,8 @@ def _run_checked(given: Inputs, num_valid_tokens: Tensor | float | None, grad_we
             _remember(_passed, signature, passed)
     given = _as_kernels_read(given)
     made = _eager(given, passed, grad_weight_out, target.shape) if plain else _through_operator(given, grad_weight_out)
-    if _engine.LOSES_NODES:
-        made = made._replace(values=_engine.keep_node(made.values))
+    if _autograd.LOSES_NODES:
+        made = made._replace(values=_autograd.keep_node(made.values))
     return _own_outputs(made, given, target.shape, eager=plain)
 
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from flce import errors
-from flce._checks import COUNT_DTYPES, DTYPES, TARGET_DTYPES, is_dtensor
-from flce._frame import PLAIN_TYPES
-from flce._targets import check_target_dtype, check_tensors
+from flce.call._checks import COUNT_DTYPES, DTYPES, TARGET_DTYPES, is_dtensor
+from flce.call._targets import check_target_dtype, check_tensors
+from flce.core._frame import PLAIN_TYPES
 
 DEVICE_TYPES = ("cpu", "cuda", "meta")
 MOST_TEACHER_TOP_K = 256

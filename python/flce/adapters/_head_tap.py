@@ -21,9 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flce import _heads, _model_facts, errors
-from flce._replay import Recording
-from flce._shared_rows import SharedRows
+from flce import errors
+from flce.adapters import _model_facts
+from flce.adapters._replay import Recording
+from flce.adapters._shared_rows import SharedRows
+from flce.call import _heads
 from flce.loss import say_once
 
 # Arguments that a causal LM's forward takes for its own logits and loss.

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flce import _engine, _zero3, errors
+from flce import errors
+from flce.core import _autograd, _zero3
 
 _REQUIRED = ("hidden", "weight", "target")
 _DTYPES = (torch.int64, torch.int32)
@@ -97,7 +98,12 @@ def targets_of(labels: Tensor, shift: int, *, ignore_index: int, cu_seqlens: Ten
 
 def _check_offsets(cu_seqlens: Tensor) -> None:
     """Where its numbers are on the host, and may be looked at."""
-    if cu_seqlens.device.type != "cpu" or type(cu_seqlens) is not Tensor or not _engine.is_eager() or not bool(_are_no_offsets(cu_seqlens)):
+    if (
+        cu_seqlens.device.type != "cpu"
+        or type(cu_seqlens) is not Tensor
+        or not _autograd.is_eager()
+        or not bool(_are_no_offsets(cu_seqlens))
+    ):
         return
     offsets = cu_seqlens.tolist()
     found = f"cu_seqlens[0] is {offsets[0]}"

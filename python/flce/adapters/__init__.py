@@ -1,0 +1,1 @@
+"""Pieces that adapters of models share."""

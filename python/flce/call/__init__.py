@@ -1,0 +1,1 @@
+"""A call: options, checks, operators and the autograd node."""

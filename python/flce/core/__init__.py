@@ -1,0 +1,1 @@
+"""Library, frames, kernels and memory under torch."""

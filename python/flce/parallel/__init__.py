@@ -1,0 +1,1 @@
+"""A vocabulary over several ranks."""
