@@ -34,11 +34,11 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 TOLERANCES = {"fp32": 1e-4, "bf16": 2e-2}  # allowed difference of a loss, which later steps carry on
 
 
-def materialised_sft_loss(logits: Tensor, packed_input_ids: Tensor, cu_seqlens: Tensor, prompt_mask: Tensor) -> tuple[Tensor, Any]:
-    """The loss as it is written for logits [T, V], which the engine's output stands for."""
+def materialised_sft_loss(output: Any, packed_input_ids: Tensor, cu_seqlens: Tensor, prompt_mask: Tensor) -> tuple[Tensor, Any]:
+    """The loss as it is written for logits [T, V], which the output makes."""
     mask = build_loss_mask(prompt_mask, cu_seqlens)
     targets = torch.where(mask, torch.roll(packed_input_ids, -1), -100)
-    total = F.cross_entropy(logits.float(), targets, reduction="sum")
+    total = F.cross_entropy(output.logits().float(), targets, reduction="sum")
     n_tokens = mask.sum()
     return total / n_tokens.clamp(min=1), {"loss": Ratio(total.detach(), n_tokens), "n_tokens": n_tokens}
 
