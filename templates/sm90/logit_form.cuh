@@ -68,14 +68,13 @@ struct LogitForm {
 
     template <class Sums, class Sink>
     __device__ __forceinline__ void reduce(Accumulators& c, const Place& place, const LogitTile& tile, const Sums& sums, Sink& sink) const {
-        const int first_class = tile.first_column + place.column(0, 0);
-        if (sink.active()) return retain(c, place, tile, first_class, sums, sink);
+        if (sink.active()) return retain(c, place, tile, sums, sink);
 #pragma unroll
         for (int i = 0; i < kPieces; ++i)
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
                 RowSums row = sums.load(tile.part, 2 * i + h);
-                reduce_row(c[i], h, first_class, row);
+                reduce_row(c[i], h, tile.first_column + place.column(0, 0), row);
                 sums.store(tile.part, 2 * i + h, row);
             }
     }
@@ -91,19 +90,18 @@ struct LogitForm {
 private:
     /// Turns logits into exponentials above the row's reference and adds those up.
     template <class Sums, class Sink>
-    __device__ __forceinline__ void retain(Accumulators& c, const Place& place, const LogitTile& tile, int first_class, const Sums& sums,
-                                           Sink& sink) const {
+    __device__ __forceinline__ void retain(Accumulators& c, const Place& place, const LogitTile& tile, const Sums& sums, Sink& sink) const {
 #pragma unroll
         for (int i = 0; i < kPieces; ++i) {
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
                 const int row = tile.first_row + place.row(i, h);
                 RowSums of_row = sums.load(tile.part, 2 * i + h);
-                const float reference = sink.reference_of(row, launch.share.rows);
+                const int first_class = tile.first_column + place.column(0, 0);
                 if (Problem::stores_derivative && !sink.stores(tile.first_column)) {
-                    exponentials_of_row(c[i], h, reference, NothingStored{}, first_class, of_row);
+                    exponentials_of_row(c[i], h, sink.reference_of(row, launch.share.rows), NothingStored{}, first_class, of_row);
                 } else {
-                    exponentials_of_row(c[i], h, reference, stored_factor(row), first_class, of_row);
+                    exponentials_of_row(c[i], h, sink.reference_of(row, launch.share.rows), stored_factor(row), first_class, of_row);
                 }
                 sums.store(tile.part, 2 * i + h, of_row);
             }
