@@ -1,4 +1,4 @@
-// What a launch of cuda_sm90a's forward computes: its rows, which tokens they are, and how rows × the vocabulary are cut into work.
+// Launch of cuda_sm90a's forward: its rows, which tokens they are, and how rows × the vocabulary are cut into work.
 #pragma once
 
 #include "flce/common/row_outputs.cuh"

@@ -95,7 +95,10 @@ def _entries_of(stage: Stage) -> list[Entry]:
         if tensor.is_meta or tensor.dtype not in NAMES_OF_DTYPES:
             raise ArgumentError(f"{name!r} of stage {stage.stage} is {tensor.dtype} on {tensor.device}; it cannot be saved")
         found.setdefault(id(tensor), (name, tensor.detach()))
-    return [Entry(name, tensor.dtype, tuple(tensor.shape), lambda tensor=tensor: tensor) for name, tensor in found.values()]  # type: ignore[misc]
+    return [
+        Entry(name, tensor.dtype, tuple(tensor.shape), lambda tensor=tensor: tensor)  # type: ignore[misc]
+        for name, tensor in found.values()
+    ]
 
 
 def _part_of(stage: Stage, num_files: int) -> tuple[Part, dict[str, list[Entry]]]:
