@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -41,24 +42,31 @@ class PipelineFusedLoss(LinearCrossEntropyLoss):
             tensor without gaps (a contiguous slice of a flat buffer is, columns or every other row of a larger tensor are not) and stay
             that tensor until backward; else ArgumentError. Schedules that split backward (zero bubble) ask for the weight's gradient with
             torch.autograd.grad, which takes that temporary, and add it themselves.
-        The others: as for `LinearCrossEntropyLoss`.
+        The others: as for `LinearCrossEntropyLoss`, in its order. `PipelineFusedLoss(output_layer=layer)` is taken, too, and a chunk_size
+            behind the layer, as in `PipelineFusedLoss(layer, 4096)`.
     """
 
     def __init__(
         self,
-        output_layer: nn.Module,
+        output_embeddings: nn.Module | Callable[[], nn.Module] | None = None,
+        impl: str | int = "auto",
         chunk_size: int = 4096,
-        *,
-        impl: str = "auto",
         ignore_index: int = -100,
         compile: bool = False,
+        *,
         shift: int,
         accumulate_into_grad: bool = False,
+        output_layer: nn.Module | None = None,
         **options: Any,
     ) -> None:
         if not isinstance(accumulate_into_grad, bool):
             raise errors.DTypeError(f"accumulate_into_grad is {accumulate_into_grad!r}; it must be True or False")
-        super().__init__(output_layer, impl, chunk_size, ignore_index, compile, shift=shift, **options)
+        if (output_embeddings is None) == (output_layer is None):
+            raise errors.ArgumentError("output_embeddings is the layer whose loss this is: give it, or output_layer in its place, not both")
+        layer: Any = output_layer if output_embeddings is None else output_embeddings
+        if isinstance(impl, int):
+            chunk_size, impl = impl, "auto"
+        super().__init__(layer, impl, chunk_size, ignore_index, compile, shift=shift, **options)
         if accumulate_into_grad and self.actual_impl != "flce":
             raise errors.ArgumentError(f"accumulate_into_grad needs impl 'flce'; this loss uses {self.actual_impl!r}")
         if accumulate_into_grad and not _autograd.knows_what_is_wanted():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import os
 import re
@@ -222,3 +223,19 @@ def test_class_weights_of_microbatches_are_counted(device: str, impl: str) -> No
 def test_accumulating_needs_flce(options: dict[str, Any]) -> None:
     with pytest.raises(flce.ArgumentError, match="accumulate_into_grad needs impl 'flce'"):
         flce.PipelineFusedLoss(nn.Linear(8, 11), shift=1, **options)
+
+
+def test_losses_take_the_same_arguments_in_the_same_order() -> None:
+    own, other = (list(inspect.signature(kind).parameters.values()) for kind in (flce.PipelineFusedLoss, flce.LinearCrossEntropyLoss))
+    positional = [name for name, kind in ((p.name, p.kind) for p in other) if kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+    assert [p.name for p in own][: len(positional)] == positional
+    head = nn.Linear(8, 11)
+    for loss in (
+        flce.PipelineFusedLoss(head, "pytorch", 3, shift=1),
+        flce.PipelineFusedLoss(output_layer=head, chunk_size=3, impl="pytorch", shift=1),
+    ):
+        assert (loss.output_embeddings, loss.actual_impl, loss.chunk_size) == (head, "pytorch", 3)
+    assert flce.PipelineFusedLoss(head, 3, shift=1).chunk_size == 3
+    for given in ({}, {"output_embeddings": head, "output_layer": head}):
+        with pytest.raises(flce.ArgumentError, match="output_embeddings is the layer whose loss this is"):
+            flce.PipelineFusedLoss(**given, shift=1)
