@@ -65,6 +65,8 @@ class PipelineFusedLoss(LinearCrossEntropyLoss):
             raise errors.ArgumentError("output_embeddings is the layer whose loss this is: give it, or output_layer in its place, not both")
         layer: Any = output_layer if output_embeddings is None else output_embeddings
         if isinstance(impl, int):
+            if isinstance(impl, bool) or chunk_size != 4096:
+                raise errors.ArgumentError(f"impl is {impl!r}, which is taken for a chunk_size, and that is {chunk_size!r}: name both")
             chunk_size, impl = impl, "auto"
         super().__init__(layer, impl, chunk_size, ignore_index, compile, shift=shift, **options)
         if accumulate_into_grad and self.actual_impl != "flce":

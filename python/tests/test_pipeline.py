@@ -236,6 +236,9 @@ def test_losses_take_the_same_arguments_in_the_same_order() -> None:
     ):
         assert (loss.output_embeddings, loss.actual_impl, loss.chunk_size) == (head, "pytorch", 3)
     assert flce.PipelineFusedLoss(head, 3, shift=1).chunk_size == 3
+    for unclear in ((3, 5), (True,)):
+        with pytest.raises(flce.ArgumentError, match="which is taken for a chunk_size"):
+            flce.PipelineFusedLoss(head, *unclear, shift=1)
     for given in ({}, {"output_embeddings": head, "output_layer": head}):
         with pytest.raises(flce.ArgumentError, match="output_embeddings is the layer whose loss this is"):
             flce.PipelineFusedLoss(**given, shift=1)
