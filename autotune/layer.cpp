@@ -193,7 +193,7 @@ LayerOutputs make_outputs(const Spec& spec, DeviceRef device, std::int64_t num_t
     if (spec.outputs.loss) outputs.loss = make_tensor("loss", device, ScalarType::fp32, loss_shape);
     if (spec.outputs.loss && spec.z_loss != 0) outputs.z_loss = make_tensor("z_loss", device, ScalarType::fp32, loss_shape);
     outputs.lse = make_tensor("lse", device, ScalarType::fp32, tokens);
-    if (spec.outputs.logprob) outputs.logprob = make_tensor("logprob", device, ScalarType::fp32, tokens);
+    if (spec.outputs.logprobs) outputs.logprobs = make_tensor("logprobs", device, ScalarType::fp32, tokens);
     if (spec.outputs.entropy) outputs.entropy = make_tensor("entropy", device, ScalarType::fp32, tokens);
     if (spec.outputs.top1) outputs.top1 = make_tensor("top1", device, ScalarType::int64, tokens);
     if (spec.outputs.log_sum_sq_probs) outputs.log_sum_sq_probs = make_tensor("log_sum_sq_probs", device, ScalarType::fp32, tokens);
@@ -251,12 +251,12 @@ Workspace Scratch::workspace() const {
     return {static_cast<std::byte*>(buffer_.data()) + (aligned - address), bytes_};
 }
 
-Retained automatic_retained(const Kernel& kernel, std::int64_t num_tokens, std::int64_t limit_bytes) {
+Retained automatic_retained(const Kernel& kernel, std::int64_t num_tokens, std::int64_t workspace_limit_bytes) {
     const auto workspace = static_cast<std::int64_t>(kernel.workspace_bytes(num_tokens));
-    if (limit_bytes > 0 && workspace > limit_bytes) {
-        throw PlanError(limit_too_small(limit_bytes, workspace, fmt::format("{} tokens with this plan", num_tokens)));
+    if (workspace_limit_bytes > 0 && workspace > workspace_limit_bytes) {
+        throw PlanError(limit_too_small(workspace_limit_bytes, workspace, fmt::format("{} tokens with this plan", num_tokens)));
     }
-    return kernel.choose_retained(num_tokens, {.workspace_limit_bytes = limit_bytes});
+    return kernel.choose_retained(num_tokens, {.workspace_limit_bytes = workspace_limit_bytes});
 }
 
 void fill_random(std::byte* to, DType dtype, std::size_t count, double deviation, std::uint64_t seed) {
@@ -310,7 +310,7 @@ RandomLayer make_random_layer(const Spec& spec, std::int64_t num_tokens, const R
         if (spec.outputs.loss && options.reduction == Reduction::none)
             layer.grad_loss = random_floats("grad_loss", num_tokens, share, seed + 6);
         if (spec.outputs.lse) layer.grad_lse = random_floats("grad_lse", num_tokens, 0.5 * share, seed + 7);
-        if (spec.outputs.logprob) layer.grad_logprob = random_floats("grad_logprob", num_tokens, 0.5 * share, seed + 8);
+        if (spec.outputs.logprobs) layer.grad_logprobs = random_floats("grad_logprobs", num_tokens, 0.5 * share, seed + 8);
         if (spec.outputs.entropy) layer.grad_entropy = random_floats("grad_entropy", num_tokens, 0.5 * share, seed + 9);
     }
     return layer;
@@ -339,7 +339,7 @@ LayerInputs upload(const Spec& spec, const RandomLayer& layer, DeviceRef device)
     }
     upstream("grad_loss", inputs.grad_loss, layer.grad_loss);
     upstream("grad_lse", inputs.grad_lse, layer.grad_lse);
-    upstream("grad_logprob", inputs.grad_logprob, layer.grad_logprob);
+    upstream("grad_logprobs", inputs.grad_logprobs, layer.grad_logprobs);
     upstream("grad_entropy", inputs.grad_entropy, layer.grad_entropy);
     return inputs;
 }

@@ -43,11 +43,11 @@ struct Tensor {
 struct LayerInputs {
     std::int64_t num_tokens = 0;
     Tensor hidden, weight, bias, class_weight, target, temperature, token_weight, teacher_ids, teacher_probs;
-    Tensor grad_loss, grad_lse, grad_logprob, grad_entropy;  ///< absent: 1 for the loss if the spec has it, 0 for the rest
+    Tensor grad_loss, grad_lse, grad_logprobs, grad_entropy;  ///< absent: 1 for the loss if the spec has it, 0 for the rest
 };
 
 struct LayerOutputs {
-    Tensor loss, z_loss, lse, logprob, entropy, top1, log_sum_sq_probs, teacher_logprobs;
+    Tensor loss, z_loss, lse, logprobs, entropy, top1, log_sum_sq_probs, teacher_logprobs;
     Tensor grad_hidden, grad_weight, grad_bias;
     /// A shard's outputs. The shard is the first of as many as the whole vocabulary has, and the others have found nothing: partial_sums is
     /// the beginning of all_partial_sums.
@@ -83,7 +83,7 @@ private:
 
 /// Kernel::choose_retained, of which `data` is still to be set, under a limit on it and the workspace together (0: none). Throws PlanError
 /// where the workspace alone is over the limit.
-[[nodiscard]] Retained automatic_retained(const Kernel& kernel, std::int64_t num_tokens, std::int64_t limit_bytes);
+[[nodiscard]] Retained automatic_retained(const Kernel& kernel, std::int64_t num_tokens, std::int64_t workspace_limit_bytes);
 
 /// Standard deviation of random logits, before a softcap.
 inline constexpr double kRandomLogitDeviation = 2.0;
@@ -94,11 +94,11 @@ struct RandomLayer {
     std::vector<std::byte> hidden, weight, bias;  ///< spec dtype
     std::vector<float> class_weight;
     std::vector<std::int64_t> target;
-    std::vector<float> temperature;                                      ///< temperatures from ½ to 2
-    std::vector<float> token_weight;                                     ///< about 1, a few below 0
-    std::vector<std::int64_t> teacher_ids;                               ///< [N, K], a few equal ones, some -1
-    std::vector<float> teacher_probs;                                    ///< [N, K], of a token at most 1 together
-    std::vector<float> grad_loss, grad_lse, grad_logprob, grad_entropy;  ///< empty: absent
+    std::vector<float> temperature;                                       ///< temperatures from ½ to 2
+    std::vector<float> token_weight;                                      ///< about 1, a few below 0
+    std::vector<std::int64_t> teacher_ids;                                ///< [N, K], a few equal ones, some -1
+    std::vector<float> teacher_probs;                                     ///< [N, K], of a token at most 1 together
+    std::vector<float> grad_loss, grad_lse, grad_logprobs, grad_entropy;  ///< empty: absent
 };
 
 struct RandomOptions {

@@ -102,7 +102,7 @@ MeasuredLayer::Runnable MeasuredLayer::make_runnable(const std::string& plan) {
     const std::int64_t n = options_.num_tokens;
     Runnable made{.kernel = session_.get_kernel(options_.spec, {.plan = plan})};
     made.workspace_bytes = step_workspace_bytes(*made.kernel, n);
-    if (options_.retain) made.retained = automatic_retained(*made.kernel, n, options_.limit_bytes);
+    if (options_.retain) made.retained = automatic_retained(*made.kernel, n, options_.workspace_limit_bytes);
     return made;
 }
 
@@ -145,7 +145,7 @@ void MeasuredLayer::run(const Runnable& runnable, std::size_t which, Stream stre
 void MeasuredLayer::poison() {
     LayerOutputs& out = sets_.front().outputs;
     const std::byte bytes = std::byte{0xff};
-    for (Tensor* tensor : {&out.loss, &out.z_loss, &out.lse, &out.logprob, &out.entropy, &out.top1, &out.log_sum_sq_probs,
+    for (Tensor* tensor : {&out.loss, &out.z_loss, &out.lse, &out.logprobs, &out.entropy, &out.top1, &out.log_sum_sq_probs,
                            &out.teacher_logprobs, &out.grad_hidden}) {
         if (tensor->view.present) tensor->buffer.fill(bytes);
     }
@@ -158,9 +158,12 @@ MeasuredLayer::Sample MeasuredLayer::sample() const {
     const LayerOutputs& out = sets_.front().outputs;
     Sample sample{.lse = out.lse.to_host<float>()};
     if (options_.spec.outputs.entropy) sample.entropy = out.entropy.to_host<float>();
-    if (options_.spec.outputs.logprob) sample.logprob = out.logprob.to_host<float>();
-    for (const auto& [name, tensor] :
-         {std::pair{"loss", &out.loss}, {"z_loss", &out.z_loss}, {"lse", &out.lse}, {"logprob", &out.logprob}, {"entropy", &out.entropy}}) {
+    if (options_.spec.outputs.logprobs) sample.logprobs = out.logprobs.to_host<float>();
+    for (const auto& [name, tensor] : {std::pair{"loss", &out.loss},
+                                       {"z_loss", &out.z_loss},
+                                       {"lse", &out.lse},
+                                       {"logprobs", &out.logprobs},
+                                       {"entropy", &out.entropy}}) {
         if (tensor->view.present) sample.outputs.emplace_back(name, tensor->to_host<float>());
     }
     if (out.grad_bias.view.present) {
@@ -208,8 +211,8 @@ void MeasuredLayer::compare_rows(const Reference& reference, const Yardstick& ya
 
 std::string MeasuredLayer::against_reference(const Sample& sample) {
     const Spec& spec = options_.spec;
-    reference_->set_other(sample.lse, sample.entropy, sample.logprob);
-    yardstick_->set_other(sample.lse, sample.entropy, sample.logprob);
+    reference_->set_other(sample.lse, sample.entropy, sample.logprobs);
+    yardstick_->set_other(sample.lse, sample.entropy, sample.logprobs);
     NormPair lse;
     NormPair grad_hidden;
     const Tensor& rows = sets_.front().outputs.grad_hidden;

@@ -19,10 +19,10 @@ struct MeasuredLayerOptions {
     Spec spec;
     SessionOptions session;
     std::int64_t num_tokens = kTypicalTokens;
-    std::int64_t limit_bytes = 0;  ///< workspace and retained together; 0: none
-    bool retain = true;            ///< forward leaves to backward what grad_weight's memory or the limit has room for
-    bool graphs = false;           ///< a sample is one CUDA graph
-    double sample_ms = 5;          ///< shorter work is repeated
+    std::int64_t workspace_limit_bytes = 0;  ///< workspace and retained together; 0: none
+    bool retain = true;                      ///< forward leaves to backward what grad_weight's memory or the limit has room for
+    bool graphs = false;                     ///< a sample is one CUDA graph
+    double sample_ms = 5;                    ///< shorter work is repeated
 };
 
 class MeasuredLayer {
@@ -63,7 +63,7 @@ private:
     };
     /// Numbers that are compared between plans: every output of a token and of the whole, and a spread of the gradients' rows.
     struct Sample {
-        std::vector<float> lse, entropy, logprob;
+        std::vector<float> lse, entropy, logprobs;
         std::vector<std::pair<std::string, std::vector<float>>> outputs;
         std::vector<double> grad_hidden, grad_weight, grad_bias;
     };

@@ -36,8 +36,8 @@ public:
           reference_(problem, coverage.tokens),
           yardstick_(problem, coverage.tokens) {
         if (coverage.complete) return;
-        reference_.set_other(written.lse, written.entropy, written.logprob);
-        yardstick_.set_other(written.lse, written.entropy, written.logprob);
+        reference_.set_other(written.lse, written.entropy, written.logprobs);
+        yardstick_.set_other(written.lse, written.entropy, written.logprobs);
     }
 
     Verdicts run() && {
@@ -66,7 +66,7 @@ private:
         if (spec_.outputs.loss) compare_one("token_loss", written_.token_loss, &ReferenceToken::loss);
         if (spec_.outputs.loss && spec_.z_loss != 0) compare_one("token_z_loss", written_.token_z_loss, &ReferenceToken::z_loss);
         compare_one("lse", written_.lse, &ReferenceToken::lse);
-        if (spec_.outputs.logprob) compare_one("logprob", written_.logprob, &ReferenceToken::logprob);
+        if (spec_.outputs.logprobs) compare_one("logprobs", written_.logprobs, &ReferenceToken::logprob);
         if (spec_.outputs.entropy) compare_one("entropy", written_.entropy, &ReferenceToken::entropy);
         if (spec_.outputs.log_sum_sq_probs) {
             compare_one("log_sum_sq_probs", written_.log_sum_sq_probs, &ReferenceToken::log_sum_sq_probs);

@@ -28,7 +28,7 @@ struct Coverage {
 struct WrittenOutputs {
     std::vector<float> token_loss, token_z_loss;  ///< [N], with Reduction::none
     std::vector<float> loss, z_loss;              ///< losses as the problem reduces them
-    std::vector<float> lse, logprob, entropy, log_sum_sq_probs;
+    std::vector<float> lse, logprobs, entropy, log_sum_sq_probs;
     std::vector<float> teacher_logprobs;  ///< [N, K]
     std::vector<std::int64_t> top1;
     std::vector<double> grad_hidden, grad_bias;

@@ -84,7 +84,7 @@ Json ProcessMeasure::open_request() const {
             {"threads", target_.session.threads},
             {"scratch_bytes", target_.session.scratch_bytes},
             {"num_tokens", target_.num_tokens},
-            {"limit_bytes", target_.limit_bytes},
+            {"workspace_limit_bytes", target_.workspace_limit_bytes},
             {"retain", target_.retain},
             {"graphs", target_.graphs}};
 }

@@ -25,7 +25,7 @@ struct TuneTarget {
     SessionOptions session;
     WorkerCommand worker;  ///< runs serve_tuning()
     std::int64_t num_tokens = kTypicalTokens;
-    std::int64_t limit_bytes = 0;
+    std::int64_t workspace_limit_bytes = 0;
     bool retain = true;
     bool graphs = false;  ///< a sample is one CUDA graph
     double budget_s = 60;

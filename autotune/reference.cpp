@@ -106,7 +106,7 @@ ReferenceProblem reference_problem(const Spec& spec, const RandomLayer& layer) {
             .teacher_probs = layer.teacher_probs,
             .grad_loss = layer.grad_loss,
             .grad_lse = layer.grad_lse,
-            .grad_logprob = layer.grad_logprob,
+            .grad_logprobs = layer.grad_logprobs,
             .grad_entropy = layer.grad_entropy};
 }
 
@@ -181,14 +181,14 @@ LogitGradientSizes BasicReference<Real>::logit_gradient_sizes() const {
 }
 
 template <class Real>
-void BasicReference<Real>::set_other(std::span<const float> lse, std::span<const float> entropy, std::span<const float> logprob) {
+void BasicReference<Real>::set_other(std::span<const float> lse, std::span<const float> entropy, std::span<const float> logprobs) {
     std::vector<bool> computed(lse_.size());
     for (const std::int64_t token : tokens_) computed[static_cast<std::size_t>(token)] = true;
     for (std::size_t i = 0; i < lse_.size(); ++i) {
         if (computed[i]) continue;
         lse_[i] = lse[i];
         if (!entropy.empty()) entropy_[i] = entropy[i];
-        if (!logprob.empty()) logprob_[i] = logprob[i];
+        if (!logprobs.empty()) logprob_[i] = logprobs[i];
     }
 }
 
@@ -268,7 +268,7 @@ Real BasicReference<Real>::grad_logit(std::int64_t token, std::int64_t row, cons
     }
     gradient += upstream / static_cast<Real>(z_loss_divisor_) * 2 * static_cast<Real>(spec.z_loss) * lse * p;
     if (!problem_.grad_lse.empty()) gradient += problem_.grad_lse[i] * p;
-    if (!problem_.grad_logprob.empty()) gradient += problem_.grad_logprob[i] * (hit - p);
+    if (!problem_.grad_logprobs.empty()) gradient += problem_.grad_logprobs[i] * (hit - p);
     if (!problem_.grad_entropy.empty()) gradient += problem_.grad_entropy[i] * -p * (z.value - lse + entropy_[i]);
     return rounded(gradient * z.derivative, spec.dtype);
 }
@@ -288,7 +288,7 @@ double BasicReference<Real>::slope(std::int64_t token) const {
     double size = std::fabs(upstream / loss_divisor_) * shares +
                   std::fabs(upstream / z_loss_divisor_ * 2 * spec.z_loss * static_cast<double>(lse_[i]));
     if (!problem_.grad_lse.empty()) size += std::fabs(problem_.grad_lse[i]);
-    if (!problem_.grad_logprob.empty()) size += std::fabs(problem_.grad_logprob[i]);
+    if (!problem_.grad_logprobs.empty()) size += std::fabs(problem_.grad_logprobs[i]);
     return size;
 }
 

@@ -27,7 +27,7 @@ struct ReferenceProblem {
     std::span<const float> teacher_probs;
     std::int64_t ignore_index = -100;
     Reduction reduction = Reduction::mean;
-    std::span<const float> grad_loss, grad_lse, grad_logprob,
+    std::span<const float> grad_loss, grad_lse, grad_logprobs,
         grad_entropy;                           ///< [N]; empty: 1 for the loss if the spec has it, 0 for the rest
     Summation summation = Summation::rounding;  ///< summation of the yardstick's logits
     std::function<void()> between_blocks{};     ///< called by every thread now and then; an exception ends the work
@@ -92,8 +92,8 @@ public:
     /// Sizes over tokens().
     [[nodiscard]] LogitGradientSizes logit_gradient_sizes() const;
 
-    /// lse, entropy and logprob ([N]; entropy may be empty, logprob without dft) for the tokens that were not computed here.
-    void set_other(std::span<const float> lse, std::span<const float> entropy, std::span<const float> logprob);
+    /// lse, entropy and logprobs ([N]; entropy may be empty, logprobs without dft) for the tokens that were not computed here.
+    void set_other(std::span<const float> lse, std::span<const float> entropy, std::span<const float> logprobs);
     /// How far class `row`'s logit is below the largest one of token number `index` of tokens(), and how far that is known in fp32.
     struct LogitGap {
         double gap = 0;

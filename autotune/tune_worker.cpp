@@ -35,7 +35,7 @@ Json TuneWorker::serve(const Json& request) {
 Json TuneWorker::open(const Json& request) {
     MeasuredLayerOptions options{.spec = parse_spec(request.at("spec").get<std::string>()).normalized(),
                                  .num_tokens = request.at("num_tokens").get<std::int64_t>(),
-                                 .limit_bytes = request.at("limit_bytes").get<std::int64_t>(),
+                                 .workspace_limit_bytes = request.at("workspace_limit_bytes").get<std::int64_t>(),
                                  .retain = request.at("retain").get<bool>(),
                                  .graphs = request.at("graphs").get<bool>()};
     options.session.device = request.at("device").get<std::string>();

@@ -46,7 +46,7 @@ PlanRequest tuned_request(const TuneOptions& options, Session& session, const Sp
     PlanRequest request{.scratch_bytes = options.session.scratch_bytes, .num_tokens = num_tokens};
     const std::int64_t limit = options.workspace_limit_bytes;
     if (limit == 0) return request;
-    if (options.retain) request.limit_bytes = limit;
+    if (options.retain) request.workspace_limit_bytes = limit;
     const KernelOptions call{.workspace_limit_bytes = limit, .num_tokens = num_tokens};
     request.scratch_bytes = session.choose_plan(spec, device, call).plan.scratch_bytes;
     return request;
@@ -125,7 +125,7 @@ TuneTarget Tuner::target(const Spec& spec, std::int64_t num_tokens, std::int64_t
                       .session = options_.session,
                       .worker = workers_.command,
                       .num_tokens = num_tokens,
-                      .limit_bytes = options_.workspace_limit_bytes,
+                      .workspace_limit_bytes = options_.workspace_limit_bytes,
                       .retain = options_.retain,
                       .graphs = on_gpu || workers_.always_graphs,
                       .budget_s = options_.budget_s,
@@ -144,8 +144,9 @@ Tuned Tuner::tune(const Spec& spec, std::int64_t num_tokens) {
     for (const Plan& plan : options_.plans) {
         if (const auto reason = illegal_reason(spec, device, plan)) throw PlanError(fmt::format("plan \"{}\": {}", plan.text(), *reason));
     }
-    const PlanRequest call{
-        .scratch_bytes = search_options.request.scratch_bytes, .limit_bytes = options_.workspace_limit_bytes, .num_tokens = num_tokens};
+    const PlanRequest call{.scratch_bytes = search_options.request.scratch_bytes,
+                           .workspace_limit_bytes = options_.workspace_limit_bytes,
+                           .num_tokens = num_tokens};
     RecordKey key = record_key(spec, device, call, options_.retain ? kRetainedAutomatically : kNothingRetained, threads_of(options_));
     const TuningRun run = provenance(device, options_.commit);
     search_options.run = run_id(run);

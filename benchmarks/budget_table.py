@@ -61,8 +61,8 @@ OPTION_LAYERS = [
     ("plain", "8192x2304x256000", ""),
     ("softcap", "8192x2304x256000", ",softcap=30"),
     ("plain", "8192x4096x151936", ""),
-    ("logprob", "8192x4096x151936", ",outputs=logprob"),
-    ("policy", "8192x4096x151936", ",temperature,outputs=logprob+entropy+top1"),
+    ("logprobs", "8192x4096x151936", ",outputs=logprobs"),
+    ("policy", "8192x4096x151936", ",temperature,outputs=logprobs+entropy+top1"),
 ]
 FROZEN_SHAPES = ["4096x2048x151936", "4096x4096x128256", "8192x4096x151936"]
 

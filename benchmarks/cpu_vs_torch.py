@@ -55,7 +55,7 @@ RETAINED = [("retained", ctypes.c_void_p), ("retained_bytes", ctypes.c_size_t),
 
 
 class ForwardArgs(ctypes.Structure):
-    _fields_ = COMMON + [(name, P) for name in ("loss", "z_loss", "lse", "logprob", "entropy", "invalid_label")] + RETAINED
+    _fields_ = COMMON + [(name, P) for name in ("loss", "z_loss", "lse", "logprobs", "entropy", "invalid_label")] + RETAINED
 
 
 class BackwardArgs(ctypes.Structure):

@@ -114,8 +114,9 @@ public:
         : options_(options),
           spec_(read_spec(options.spec)),
           session_(options.session.options()),
-          kernel_(session_.get_kernel(
-              spec_, {.plan = options.plan, .workspace_limit_bytes = options.memory.plan_limit_bytes(), .num_tokens = options.num_tokens})),
+          kernel_(session_.get_kernel(spec_, {.plan = options.plan,
+                                              .workspace_limit_bytes = options.memory.plan_workspace_limit_bytes(),
+                                              .num_tokens = options.num_tokens})),
           device_(kernel_->device_ref()),
           workspace_bytes_(step_workspace_bytes(*kernel_, options.num_tokens)),
           scratch_("workspace", device_, workspace_bytes_),
@@ -133,8 +134,9 @@ public:
 private:
     void make_sets() {
         // A backward without a loss begins with a gradient of the log-probabilities, as policies are trained.
-        RandomLayer layer = make_random_layer(
-            spec_, options_.num_tokens, {.seed = 1, .ignored = options_.ignored, .upstream = spec_.outputs.logprob && !spec_.outputs.loss});
+        RandomLayer layer =
+            make_random_layer(spec_, options_.num_tokens,
+                              {.seed = 1, .ignored = options_.ignored, .upstream = spec_.outputs.logprobs && !spec_.outputs.loss});
         layer.grad_lse.clear();
         layer.grad_entropy.clear();
         sets_ = make_buffer_sets(spec_, layer, kernel_->device(), device_, Turn::forward_or_both);
@@ -380,7 +382,7 @@ void add_bench(CLI::App& app, Action& action) {
         "CPU,\n"
         "where one is found. TFLOP/s count 2·N·D·V for forward and 6·N·D·V for both, whatever is recomputed.\n\n"
         "Examples:\n  flce bench --spec D=2048,V=151936,dtype=bf16 --num-tokens 4096\n"
-        "  flce bench --spec D=4096,V=128256,dtype=bf16,outputs=logprob --num-tokens 8192 --frozen weight --workspace-limit 4G\n"
+        "  flce bench --spec D=4096,V=128256,dtype=bf16,outputs=logprobs --num-tokens 8192 --frozen weight --workspace-limit 4G\n"
         "  flce bench --spec D=2048,V=50257,dtype=fp32 --device cpu --rounds 5 --json");
     command->add_option("--spec", options->spec, kSpecHelp)->required();
     command->add_option("--num-tokens,-N", options->num_tokens, "rows of hidden")

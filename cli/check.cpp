@@ -44,9 +44,9 @@ public:
           spec_(read_spec(options.spec)),
           reduction_(parse_reduction(options.reduction)),
           session_(options.session.options()),
-          kernel_(session_.get_kernel(
-              spec_,
-              {.plan = options.plan, .workspace_limit_bytes = options.memory.plan_limit_bytes(), .num_tokens = options.num_tokens})) {}
+          kernel_(session_.get_kernel(spec_, {.plan = options.plan,
+                                              .workspace_limit_bytes = options.memory.plan_workspace_limit_bytes(),
+                                              .num_tokens = options.num_tokens})) {}
 
     int run() {
         const DeviceRef device = kernel_->device_ref();
@@ -118,7 +118,7 @@ private:
         if (spec_.outputs.loss) written_.loss = outputs_.loss.to_host<float>();
         if (spec_.outputs.loss && spec_.z_loss != 0) written_.z_loss = outputs_.z_loss.to_host<float>();
         written_.lse = outputs_.lse.to_host<float>();
-        if (spec_.outputs.logprob) written_.logprob = outputs_.logprob.to_host<float>();
+        if (spec_.outputs.logprobs) written_.logprobs = outputs_.logprobs.to_host<float>();
         if (spec_.outputs.entropy) written_.entropy = outputs_.entropy.to_host<float>();
         if (spec_.outputs.log_sum_sq_probs) written_.log_sum_sq_probs = outputs_.log_sum_sq_probs.to_host<float>();
         if (spec_.outputs.top1) written_.top1 = outputs_.top1.to_host<std::int64_t>();

@@ -74,7 +74,7 @@ Examples:
 A spec is "key=value" pairs and bare flags joined by commas, a JSON object with the same keys, or @file.json. Keys: D or hidden_size,
 V or vocab_size, padded_vocab_size, dtype (bf16, fp16, fp32, or bfloat16, float16, float32), layout (vocab_major, hidden_major), tied,
 weight_dtype, grad_weight_dtype, grad_weight_mode (write, accumulate), bias, logit_scale, softcap, label_smoothing, z_loss, class_weight,
-temperature, token_weight, batch_invariant, dft, teacher_top_k, hard_weight, outputs (loss+lse+logprob+entropy+top1+log_sum_sq_probs).
+temperature, token_weight, batch_invariant, dft, teacher_top_k, hard_weight, outputs (loss+lse+logprobs+entropy+top1+log_sum_sq_probs).
 
 Exit codes: 0 done, 1 a check failed, 2 usage or bad input, 3 environment (device, library, compiler, disk, standard output), 130 ended by
 Ctrl-C or SIGTERM.
@@ -161,14 +161,16 @@ void MemoryFlags::add_to(CLI::App& app, std::string_view default_choice) {
             default_choice));
 }
 
-std::int64_t MemoryFlags::limit_bytes() const {
+std::int64_t MemoryFlags::workspace_limit_bytes() const {
     if (limit.empty()) return 0;
     const std::int64_t bytes = parse_bytes("--workspace-limit", limit);
     if (bytes < 1) throw UsageError(fmt::format("--workspace-limit is {}; it must be positive", limit));
     return bytes;
 }
 
-std::int64_t MemoryFlags::plan_limit_bytes() const { return limit.empty() && retain == "all" ? kAllMemory : limit_bytes(); }
+std::int64_t MemoryFlags::plan_workspace_limit_bytes() const {
+    return limit.empty() && retain == "all" ? kAllMemory : workspace_limit_bytes();
+}
 
 std::string MemoryFlags::choice() const {
     if (!retain.empty()) return retain;
@@ -176,7 +178,7 @@ std::string MemoryFlags::choice() const {
 }
 
 void MemoryFlags::check_limit(std::int64_t bytes) const {
-    if (const std::int64_t most = limit_bytes(); most > 0 && bytes > most) {
+    if (const std::int64_t most = workspace_limit_bytes(); most > 0 && bytes > most) {
         throw UsageError(
             fmt::format("--retain {}: with the workspace {} bytes, over the --workspace-limit of {}; auto takes what it leaves", choice(),
                         bytes, most));

@@ -68,9 +68,9 @@ struct MemoryFlags {
     /// `default_choice`: help text of --retain about its default.
     void add_to(CLI::App& app, std::string_view default_choice = "auto with a limit, none without");
     /// 0: none.
-    [[nodiscard]] std::int64_t limit_bytes() const;
+    [[nodiscard]] std::int64_t workspace_limit_bytes() const;
     /// Limit that the plan is chosen for: --retain all by itself has all the memory that there is a use for.
-    [[nodiscard]] std::int64_t plan_limit_bytes() const;
+    [[nodiscard]] std::int64_t plan_workspace_limit_bytes() const;
     /// none, auto, all, grad_weight, or a number of bytes.
     [[nodiscard]] std::string choice() const;
     /// Throws UsageError where there is a limit and `bytes`, workspace and retained together, are over it.

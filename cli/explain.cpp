@@ -37,7 +37,7 @@ CallQuestion question_of(const ExplainOptions& options) {
                           .num_tokens = options.num_tokens,
                           .threads = options.threads > 0 ? options.threads : environment().num_threads,
                           .plan = options.plan,
-                          .limit_bytes = options.memory.limit_bytes()};
+                          .workspace_limit_bytes = options.memory.workspace_limit_bytes()};
     if (!options.workspace.empty()) question.scratch_bytes = parse_bytes("--workspace", options.workspace);
     read_retain(options.memory.retain, question);
     return question;
@@ -72,7 +72,7 @@ Json to_json(const CallQuestion& question, const ExplainedCall& call) {
     json["times"] = "cost model";
     json["guessed"] = call.guessed;
     json["measured"] = to_json(call.measured);
-    json["workspace_limit_bytes"] = question.limit_bytes;
+    json["workspace_limit_bytes"] = question.workspace_limit_bytes;
     json["logits_bytes"] =
         static_cast<double>(question.num_tokens) * static_cast<double>(spec.vocab_size) * static_cast<double>(element_bytes(spec.dtype));
     json["curve"] = Json::array();
@@ -136,9 +136,10 @@ int explain(const ExplainOptions& options) {
     const CallPoint& point = call.point;
     fmt::print("spec        {}\ndevice      {}\nplan        {}\ntokens      {}\n", question.spec.text(), device_text(question),
                point.plan.text(), question.num_tokens);
-    fmt::print("workspace   at most {}{}\nretained    {}\n", human_bytes(static_cast<double>(point.workspace_bytes)),
-               question.limit_bytes > 0 ? fmt::format(" of {}", human_bytes(static_cast<double>(question.limit_bytes))) : "",
-               kept_text(point.kept));
+    fmt::print(
+        "workspace   at most {}{}\nretained    {}\n", human_bytes(static_cast<double>(point.workspace_bytes)),
+        question.workspace_limit_bytes > 0 ? fmt::format(" of {}", human_bytes(static_cast<double>(question.workspace_limit_bytes))) : "",
+        kept_text(point.kept));
     fmt::print("operations  {:.3g}\n{}\nwhy\n", point.forward.flops + point.backward.flops, time_text(call));
     for (const std::string& reason : call.choice.reasons) fmt::print("  {}\n", reason);
     print_curve(call);

@@ -9,7 +9,7 @@ namespace flce::cli {
 RetainedMemory::RetainedMemory(const Kernel& kernel, std::int64_t num_tokens, const MemoryFlags& flags) {
     const std::string choice = flags.choice();
     if (choice == "auto") {
-        retained_ = automatic_retained(kernel, num_tokens, flags.limit_bytes());
+        retained_ = automatic_retained(kernel, num_tokens, flags.workspace_limit_bytes());
     } else if (choice == "grad_weight") {
         retained_ = {.bytes = kernel.retained_bytes(num_tokens, RetainedPlace::grad_weight), .place = RetainedPlace::grad_weight};
         if (retained_.bytes == 0 && num_tokens > 0) {

@@ -188,7 +188,7 @@ void write_outputs(const std::filesystem::path& path, const LayerOutputs& output
     add("loss", outputs.loss);
     add("z_loss", outputs.z_loss);
     add("lse", outputs.lse);
-    add("logprob", outputs.logprob);
+    add("logprobs", outputs.logprobs);
     add("entropy", outputs.entropy);
     add("top1", outputs.top1);
     add("log_sum_sq_probs", outputs.log_sum_sq_probs);

@@ -33,7 +33,8 @@ std::vector<Row> ranking(const Record& record) {
 
 std::string memory_text(const RecordKey& key) {
     std::string text = fmt::format("scratch {}", human_bytes(static_cast<double>(key.request.scratch_bytes)));
-    if (key.request.limit_bytes > 0) text += fmt::format(", limit {}", human_bytes(static_cast<double>(key.request.limit_bytes)));
+    if (key.request.workspace_limit_bytes > 0)
+        text += fmt::format(", limit {}", human_bytes(static_cast<double>(key.request.workspace_limit_bytes)));
     return text + (key.retained == kNothingRetained ? ", nothing retained" : "");
 }
 

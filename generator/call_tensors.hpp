@@ -46,7 +46,7 @@ enum class Condition : std::uint8_t {
     teacher,
     loss,
     lse,
-    logprob,
+    logprobs,
     entropy,
     top1,
     log_sum_sq_probs,
@@ -77,7 +77,7 @@ enum class Use : std::uint8_t { none, read, may_read, write, may_write };  ///< 
     X(loss,                fp32,        loss,             loss,               may_write, none,     may_write, none)                        \
     X(z_loss,              fp32,        loss,             loss,               may_write, none,     may_write, none)     /* part of loss */ \
     X(lse,                 fp32,        tokens,           always,             write,     none,     write,     read)                        \
-    X(logprob,             fp32,        tokens,           logprob,            may_write, none,     may_write, may_read) /* for dft */      \
+    X(logprobs,            fp32,        tokens,           logprobs,           may_write, none,     may_write, may_read) /* for dft */      \
     X(entropy,             fp32,        tokens,           entropy,            may_write, none,     may_write, may_read) /* for its grad */ \
     X(top1,                int64,       tokens,           top1,               may_write, none,     may_write, none)                        \
     X(log_sum_sq_probs,    fp32,        tokens,           log_sum_sq_probs,   may_write, none,     may_write, none)                        \
@@ -87,7 +87,7 @@ enum class Use : std::uint8_t { none, read, may_read, write, may_write };  ///< 
     X(invalid_label,       uint64,      scalar,           always,             may_write, none,     may_write, none)     /* or ~0 */        \
     X(grad_loss,           fp32,        loss,             loss,               none,      none,     none,      may_read) /* else 1 */       \
     X(grad_lse,            fp32,        tokens,           lse,                none,      none,     none,      may_read)                    \
-    X(grad_logprob,        fp32,        tokens,           logprob,            none,      none,     none,      may_read)                    \
+    X(grad_logprobs,       fp32,        tokens,           logprobs,           none,      none,     none,      may_read)                    \
     X(grad_entropy,        fp32,        tokens,           entropy,            none,      none,     none,      may_read)                    \
     X(grad_hidden,         grad_hidden, hidden,           always,             none,      none,     none,      may_write)                   \
     X(grad_weight,         grad_weight, weight,           always,             none,      none,     none,      may_write)                   \

@@ -291,8 +291,8 @@ OwnMemory own_memory(const Spec& spec, const Device& device, const PlanRequest& 
     if (tokens * hidden_size * static_cast<double>(spec.vocab_size) < kLeastRetainedWork) return OwnMemory::none;
     const double exponentials = tokens * (static_cast<double>(spec.vocab_size) * element + kOfRow);
     const double workspace = static_cast<double>(request.scratch_bytes) + 4 * tokens * hidden_size;
-    const double room =
-        request.limit_bytes > 0 ? static_cast<double>(request.limit_bytes) - workspace : static_cast<double>(unlimited_own_bytes(spec));
+    const double room = request.workspace_limit_bytes > 0 ? static_cast<double>(request.workspace_limit_bytes) - workspace
+                                                          : static_cast<double>(unlimited_own_bytes(spec));
     if (room < kLeastPart * exponentials) return OwnMemory::none;
     if (std::ranges::none_of(cuda_paths(), [&](const CudaPath* path) { return path->can_retain(spec, device); })) return OwnMemory::none;
     if (room < exponentials) return may_lend_grad_weight(spec) ? OwnMemory::none : OwnMemory::part;

@@ -61,7 +61,7 @@ void check_options(const Spec& s) {
     if (!(s.label_smoothing >= 0.0 && s.label_smoothing <= 1.0)) refuse("label_smoothing", s.label_smoothing, "from 0 to 1");
     if (!(s.z_loss >= 0.0 && s.z_loss <= FLT_MAX)) refuse("z_loss", s.z_loss, "at least 0 and finite in fp32");
     if (s.outputs == Outputs{.loss = false}) {
-        refuse("outputs", "(none)", "at least one of loss, lse, logprob, entropy, top1 and log_sum_sq_probs");
+        refuse("outputs", "(none)", "at least one of loss, lse, logprobs, entropy, top1 and log_sum_sq_probs");
     }
     if (s.teacher_top_k < 0 || s.teacher_top_k > kMostTeacherTopK) {
         refuse("teacher_top_k", s.teacher_top_k, fmt::format("0 (none) to {}", kMostTeacherTopK));
@@ -72,7 +72,7 @@ void check_options(const Spec& s) {
     if (s.teacher_top_k > 0 && s.class_weight) refuse("class_weight", true, "false where there is a teacher_top_k");
     if (s.teacher_top_k > 0 && s.dft) refuse("dft", true, "false where there is a teacher_top_k");
     if (s.teacher_top_k > 0 && !s.outputs.loss) refuse("teacher_top_k", s.teacher_top_k, "0 where outputs has no loss");
-    if (s.dft && !s.outputs.logprob) refuse("dft", true, "false where outputs has no logprob, which backward reads for it");
+    if (s.dft && !s.outputs.logprobs) refuse("dft", true, "false where outputs has no logprobs, which backward reads for it");
 }
 
 void check_kinds(const Spec& s) {
@@ -200,7 +200,7 @@ std::size_t SpecHash::operator()(const Spec& s) const noexcept {
         bits = bits << 4 | field;
     }
     for (const bool flag : {s.tied, s.bias, s.class_weight, s.temperature, s.token_weight, s.batch_invariant, s.dft, s.outputs.loss,
-                            s.outputs.lse, s.outputs.logprob, s.outputs.entropy, s.outputs.top1, s.outputs.log_sum_sq_probs}) {
+                            s.outputs.lse, s.outputs.logprobs, s.outputs.entropy, s.outputs.top1, s.outputs.log_sum_sq_probs}) {
         bits = bits << 1 | static_cast<std::uint64_t>(flag);
     }
     auto real = [](double value) { return std::bit_cast<std::uint64_t>(value + 0.0); };  // 0 and −0 are equal

@@ -62,9 +62,10 @@ struct OutputName {
     std::string_view name;
     bool Outputs::* member;
 };
-constexpr std::array kOutputNames = {OutputName{"loss", &Outputs::loss},       OutputName{"lse", &Outputs::lse},
-                                     OutputName{"logprob", &Outputs::logprob}, OutputName{"entropy", &Outputs::entropy},
-                                     OutputName{"top1", &Outputs::top1},       OutputName{"log_sum_sq_probs", &Outputs::log_sum_sq_probs}};
+constexpr std::array kOutputNames = {
+    OutputName{"loss", &Outputs::loss},         OutputName{"lse", &Outputs::lse},
+    OutputName{"logprobs", &Outputs::logprobs}, OutputName{"entropy", &Outputs::entropy},
+    OutputName{"top1", &Outputs::top1},         OutputName{"log_sum_sq_probs", &Outputs::log_sum_sq_probs}};
 
 Outputs read_outputs(std::string_view key, std::string_view value) {
     Outputs outputs{.loss = false};
@@ -74,7 +75,7 @@ Outputs read_outputs(std::string_view key, std::string_view value) {
         const std::string_view name = rest.substr(0, plus);
         const auto* known = std::ranges::find(kOutputNames, name, &OutputName::name);
         if (known == kOutputNames.end())
-            bad_spec_value(key, value, "names out of loss, lse, logprob, entropy, top1 and log_sum_sq_probs joined by '+'");
+            bad_spec_value(key, value, "names out of loss, lse, logprobs, entropy, top1 and log_sum_sq_probs joined by '+'");
         if (outputs.*known->member) bad_spec_value(key, value, "names joined by '+', each of them once");
         outputs.*known->member = true;
         if (plus == std::string_view::npos) return outputs;

@@ -117,7 +117,7 @@ std::string RecordKey::digest() const {
         .add("spec", spec)
         .add("tokens", std::to_string(request.num_tokens))
         .add("scratch", std::to_string(request.scratch_bytes))
-        .add("limit", std::to_string(request.limit_bytes))
+        .add("limit", std::to_string(request.workspace_limit_bytes))
         .add("retained", retained)
         .add("policy", policy)
         .finish()
@@ -138,7 +138,7 @@ RecordKey record_key(const Spec& spec, const Device& device, const PlanRequest& 
             .kernel_version = std::string(kernel_version(device.kind)),
             .spec = measured.text(),
             .request = {.scratch_bytes = request.scratch_bytes,
-                        .limit_bytes = request.limit_bytes,
+                        .workspace_limit_bytes = request.workspace_limit_bytes,
                         .num_tokens = token_bucket(request.num_tokens)},
             .retained = std::string(retained),
             .policy = std::string(device.kind == DeviceKind::cuda ? kGraphMeasurementPolicy : kLaunchMeasurementPolicy)};

@@ -14,7 +14,7 @@ namespace {
 
 using Json = nlohmann::ordered_json;
 
-constexpr int kSchema = 1;
+constexpr int kSchema = 2;
 constexpr std::size_t kMaxTextBytes = kMaxRecordTextBytes;
 constexpr std::size_t kMaxSamples = 100'000;  // samples of a candidate in a run; the text's size bounds the number of runs
 constexpr Outcome kOutcomes[] = {Outcome::ok, Outcome::failed, Outcome::faulted, Outcome::hung, Outcome::wrong};
@@ -81,7 +81,7 @@ RecordKey read_key(const nlohmann::json& object) {
             .kernel_version = record.text("kernel_version"),
             .spec = record.text("spec"),
             .request = {.scratch_bytes = memory.number("scratch_bytes", kMostBytes),
-                        .limit_bytes = memory.number("limit_bytes", kMostBytes),
+                        .workspace_limit_bytes = memory.number("workspace_limit_bytes", kMostBytes),
                         .num_tokens = record.number("num_tokens", kMostBytes)},
             .retained = memory.text("retained"),
             .policy = record.text("policy")};
@@ -167,7 +167,9 @@ std::string record_text(const Record& record) {
                       {"units", key.device.units},
                       {"l2_bytes", key.device.l2_bytes},
                       {"features", key.device.features}};
-    const Json memory{{"scratch_bytes", key.request.scratch_bytes}, {"limit_bytes", key.request.limit_bytes}, {"retained", key.retained}};
+    const Json memory{{"scratch_bytes", key.request.scratch_bytes},
+                      {"workspace_limit_bytes", key.request.workspace_limit_bytes},
+                      {"retained", key.retained}};
     const auto line = [](const Json& json) { return json.dump(-1, ' ', false, Json::error_handler_t::replace); };
     std::string text = "{\n";
     text += fmt::format("  \"schema\": {},\n  \"subject\": \"{}\",\n", kSchema, key.subject());

@@ -52,7 +52,7 @@ auto distance(const RecordKey& key, const RecordKey& wanted) {
     const PlanRequest& has = key.request;
     const PlanRequest& wants = wanted.request;
     return std::tuple(key.kernel_version != wanted.kernel_version, ratio_distance(has.num_tokens, wants.num_tokens), has.num_tokens,
-                      key.retained != wanted.retained, ratio_distance(has.limit_bytes, wants.limit_bytes),
+                      key.retained != wanted.retained, ratio_distance(has.workspace_limit_bytes, wants.workspace_limit_bytes),
                       ratio_distance(has.scratch_bytes, wants.scratch_bytes), key.policy != wanted.policy);
 }
 

@@ -304,8 +304,11 @@ flce_status flce_kernel_choose_retained(const flce_kernel* kernel, int64_t num_t
         if (options != nullptr) {
             const auto given = versioned<flce_retain_options, offsetof(flce_retain_options, vocab_columns)>(options, "options");
             check_reserved(given.reserved, "options");
+            if (const std::int32_t in = given.retain_in_grad_weight; in < -1 || in > 1) {
+                throw ArgumentError(fmt::format("options.retain_in_grad_weight is {}; allowed are 0 and 1 (yes) and -1 (no)", in));
+            }
             wanted = {.workspace_limit_bytes = given.workspace_limit_bytes,
-                      .lend_grad_weight = given.keep_grad_weight == 0,
+                      .retain_in_grad_weight = given.retain_in_grad_weight >= 0,
                       .vocab_columns = given.vocab_columns,
                       .least_work = given.least_work};
         }

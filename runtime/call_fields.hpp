@@ -116,7 +116,7 @@ struct CallSizes {
         case Condition::teacher: return spec.teacher_top_k > 0;
         case Condition::loss: return spec.outputs.loss;
         case Condition::lse: return spec.outputs.lse;
-        case Condition::logprob: return spec.outputs.logprob;
+        case Condition::logprobs: return spec.outputs.logprobs;
         case Condition::entropy: return spec.outputs.entropy;
         case Condition::top1: return spec.outputs.top1;
         case Condition::log_sum_sq_probs: return spec.outputs.log_sum_sq_probs;
@@ -139,7 +139,7 @@ struct CallSizes {
         case Condition::teacher: return "the spec has no teacher_top_k";
         case Condition::loss: return "spec.outputs has no loss";
         case Condition::lse: return "spec.outputs has no lse";
-        case Condition::logprob: return "spec.outputs has no logprob";
+        case Condition::logprobs: return "spec.outputs has no logprobs";
         case Condition::entropy: return "spec.outputs has no entropy";
         case Condition::top1: return "spec.outputs has no top1";
         case Condition::log_sum_sq_probs: return "spec.outputs has no log_sum_sq_probs";

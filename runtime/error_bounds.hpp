@@ -23,7 +23,7 @@ namespace flce {
 /// Largest absolute error that rounding to a subnormal adds: half of fp16's smallest number; bf16 and fp32 reach too far down to matter.
 [[nodiscard]] constexpr double underflow_error(DType dtype) noexcept { return dtype == DType::fp16 ? 0x1p-25 : 0; }
 
-/// Most relative error of lse, logprob, entropy and log_sum_sq_probs where the inputs allow it.
+/// Most relative error of lse, logprobs, entropy and log_sum_sq_probs where the inputs allow it.
 [[nodiscard]] constexpr double output_error_cap(DType dtype) noexcept { return dtype == DType::fp32 ? 1e-6 : 1e-5; }
 
 /// Most relative error of loss and z_loss. With dft a loss is multiplied by exp(logprob), whose relative error is logprob's absolute error.

@@ -23,7 +23,7 @@ public:
           modelled_device_(with_threads(question.device, question.threads)) {}
 
     ExplainedCall call() {
-        const std::int64_t plan_limit = q_.limit_bytes == 0 && q_.keep == Keep::all ? kAllMemory : q_.limit_bytes;
+        const std::int64_t plan_limit = q_.workspace_limit_bytes == 0 && q_.keep == Keep::all ? kAllMemory : q_.workspace_limit_bytes;
         const KernelOptions options{.plan = q_.plan, .workspace_limit_bytes = plan_limit, .num_tokens = q_.num_tokens};
         ExplainedCall call{.choice = session_.choose_plan(q_.spec, q_.device, options)};
         const Plan& plan = call.choice.plan;
@@ -93,15 +93,15 @@ private:
         const RetainedRoom room{.most = static_cast<std::size_t>(std::min(whole_bytes(plan), 0x1p62)),
                                 .lendable = lent(plan).part > 0 ? static_cast<std::size_t>(grad_weight_bytes) : 0,
                                 .workspace = static_cast<std::size_t>(workspace_bound(plan))};
-        const Retained chosen = choose_retained(q_.spec, plan, q_.num_tokens, room, {.workspace_limit_bytes = q_.limit_bytes});
+        const Retained chosen = choose_retained(q_.spec, plan, q_.num_tokens, room, {.workspace_limit_bytes = q_.workspace_limit_bytes});
         if (chosen.place == RetainedPlace::grad_weight) return lent(plan);
         return own(plan, static_cast<double>(chosen.bytes));
     }
 
     [[nodiscard]] KeptPart asked(const Plan& plan) const {
         const std::int64_t workspace = workspace_bound(plan);
-        if (q_.limit_bytes > 0 && workspace > q_.limit_bytes) {
-            throw PlanError(limit_too_small(q_.limit_bytes, workspace, fmt::format("{} tokens with this plan", q_.num_tokens)));
+        if (q_.workspace_limit_bytes > 0 && workspace > q_.workspace_limit_bytes) {
+            throw PlanError(limit_too_small(q_.workspace_limit_bytes, workspace, fmt::format("{} tokens with this plan", q_.num_tokens)));
         }
         switch (q_.keep) {
             case Keep::nothing: break;
@@ -123,7 +123,8 @@ private:
     /// Records know two ways: keeping nothing, and keeping the part that is kept by default.
     [[nodiscard]] std::optional<MeasuredTime> measured(const CallPoint& point) {
         if (q_.keep != Keep::nothing && q_.keep != Keep::automatic) return std::nullopt;
-        const PlanRequest call{.scratch_bytes = point.plan.scratch_bytes, .limit_bytes = q_.limit_bytes, .num_tokens = q_.num_tokens};
+        const PlanRequest call{
+            .scratch_bytes = point.plan.scratch_bytes, .workspace_limit_bytes = q_.workspace_limit_bytes, .num_tokens = q_.num_tokens};
         return SessionAccess::measured_time(session_, q_.spec, q_.device, point.plan, call,
                                             q_.keep == Keep::nothing ? kNothingRetained : kRetainedAutomatically);
     }

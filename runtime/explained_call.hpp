@@ -21,9 +21,9 @@ struct CallQuestion {
     Device device{};
     std::int64_t num_tokens = kTypicalTokens;
     std::int64_t scratch_bytes = kDefaultScratchBytes;
-    int threads = 0;               ///< threads of CPU kernels; 0: one on each core
-    std::string plan{};            ///< the user's plan; empty: a session's choice
-    std::int64_t limit_bytes = 0;  ///< limit on everything beyond inputs and gradients; 0: none
+    int threads = 0;                         ///< threads of CPU kernels; 0: one on each core
+    std::string plan{};                      ///< the user's plan; empty: a session's choice
+    std::int64_t workspace_limit_bytes = 0;  ///< limit on everything beyond inputs and gradients; 0: none
     Keep keep = Keep::automatic;
     std::int64_t keep_bytes = 0;  ///< most bytes to keep, with Keep::bytes
 };

@@ -51,8 +51,8 @@ public:
         if (args.grad_entropy.present && spec_.outputs.entropy && !args.entropy.present) {
             checks_.fail("entropy is absent; grad_entropy needs it as forward wrote it");
         }
-        if (spec_.dft && spec_.outputs.loss && !args.logprob.present) {
-            checks_.fail("logprob is absent; the spec has dft, which needs it as forward wrote it");
+        if (spec_.dft && spec_.outputs.loss && !args.logprobs.present) {
+            checks_.fail("logprobs is absent; the spec has dft, which needs it as forward wrote it");
         }
         if (!args.grad_hidden.present && !args.grad_weight.present && !args.grad_bias.present) {
             checks_.fail("grad_hidden, grad_weight and grad_bias are all absent; at least one must be given");
@@ -245,7 +245,7 @@ Retained Kernel::choose_retained(std::int64_t num_tokens, const RetainOptions& o
     }
     RetainedRoom room{.most = retained_bytes(num_tokens, RetainedPlace::own, options.vocab_columns)};
     if (room.most == 0) return {};
-    if (options.lend_grad_weight) room.lendable = retained_bytes(num_tokens, RetainedPlace::grad_weight, options.vocab_columns);
+    if (options.retain_in_grad_weight) room.lendable = retained_bytes(num_tokens, RetainedPlace::grad_weight, options.vocab_columns);
     if (options.workspace_limit_bytes > 0) room.workspace = workspace_bytes(num_tokens);
     return flce::choose_retained(spec_, plan_, num_tokens, room, options);
 }

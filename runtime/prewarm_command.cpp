@@ -30,7 +30,7 @@ std::string prewarm_command(const Spec& spec, const Device& device, std::string_
     command += fmt::format("flce prewarm --spec '{}' --device '{}'", spec.normalized().text(), name_elsewhere(device));
     if (!plan.empty()) command += fmt::format(" --plan '{}'", plan);
     if (request.scratch_bytes != kDefaultScratchBytes) command += fmt::format(" --workspace {}", request.scratch_bytes);
-    if (request.limit_bytes != 0) command += fmt::format(" --workspace-limit {}", request.limit_bytes);
+    if (request.workspace_limit_bytes != 0) command += fmt::format(" --workspace-limit {}", request.workspace_limit_bytes);
     if (request.num_tokens != 0) command += fmt::format(" --num-tokens {}", request.num_tokens);
     return command;
 }

@@ -20,8 +20,8 @@ double least_work(const Plan& plan, const RetainOptions& options) {
 }
 
 /// Bytes that the limit leaves beside the workspace.
-std::size_t left_by_limit(const RetainedRoom& room, std::int64_t limit_bytes) {
-    const auto limit = static_cast<std::size_t>(limit_bytes);
+std::size_t left_by_limit(const RetainedRoom& room, std::int64_t workspace_limit_bytes) {
+    const auto limit = static_cast<std::size_t>(workspace_limit_bytes);
     return limit > room.workspace ? std::min(room.most, (limit - room.workspace) / kAlignment * kAlignment) : 0;
 }
 
@@ -36,7 +36,7 @@ Retained choose_retained(const Spec& spec, const Plan& plan, std::int64_t num_to
                           ? left_by_limit(room, options.workspace_limit_bytes)
                           : std::min(room.most, static_cast<std::size_t>(unlimited_own_bytes(spec)) / kAlignment * kAlignment);
     if (static_cast<double>(own) < least) own = 0;
-    const std::size_t lendable = options.lend_grad_weight ? room.lendable : 0;
+    const std::size_t lendable = options.retain_in_grad_weight ? room.lendable : 0;
     const bool own_holds_more = static_cast<double>(own) > static_cast<double>(std::min(room.most, lendable)) + least;
     // grad_weight's memory is one block short of everything, and logits that are computed again come last, for both gradients: then the sum
     // of grad_hidden over ranks has nothing to hide under.

@@ -33,27 +33,28 @@ std::optional<std::int64_t> smallest_limit_bytes(const Spec& spec, const Device&
     return limit;
 }
 
-std::string limit_too_small(std::int64_t limit_bytes, std::int64_t smallest_bytes, std::string_view what) {
+std::string limit_too_small(std::int64_t workspace_limit_bytes, std::int64_t smallest_bytes, std::string_view what) {
     return fmt::format(
         "the workspace limit of {} bytes (workspace_limit_bytes, --workspace-limit) is too small for {}: the smallest that works is {}",
-        limit_bytes, what, smallest_bytes);
+        workspace_limit_bytes, what, smallest_bytes);
 }
 
-std::int64_t scratch_room(const Spec& spec, std::int64_t limit_bytes, std::int64_t num_tokens) {
-    if (limit_bytes < 0) throw PlanError(fmt::format("workspace_limit_bytes is {}; it must be positive, or 0 for none", limit_bytes));
+std::int64_t scratch_room(const Spec& spec, std::int64_t workspace_limit_bytes, std::int64_t num_tokens) {
+    if (workspace_limit_bytes < 0)
+        throw PlanError(fmt::format("workspace_limit_bytes is {}; it must be positive, or 0 for none", workspace_limit_bytes));
     if (num_tokens < 0) throw ArgumentError(fmt::format("num_tokens is {}; it must be 0 or more", num_tokens));
     const auto of_tokens = workspace_of_tokens(spec, num_tokens);
     if (!of_tokens) {
         throw ArgumentError(fmt::format("num_tokens is {}; {} of them overflow 64-bit sizes", num_tokens, spec.hidden_size));
     }
-    if (limit_bytes <= *of_tokens) {
+    if (workspace_limit_bytes <= *of_tokens) {
         throw PlanError(fmt::format("workspace_limit_bytes is {}; {} tokens take {} bytes for the sum of grad_hidden alone, and scratch",
-                                    limit_bytes, num_tokens, *of_tokens));
+                                    workspace_limit_bytes, num_tokens, *of_tokens));
     }
-    return limit_bytes - *of_tokens;
+    return workspace_limit_bytes - *of_tokens;
 }
 
-std::vector<std::int64_t> representative_tokens(const Spec& spec, std::int64_t limit_bytes, std::int64_t scratch_bytes) {
+std::vector<std::int64_t> representative_tokens(const Spec& spec, std::int64_t workspace_limit_bytes, std::int64_t scratch_bytes) {
     std::vector<std::int64_t> tokens{0, 1};
     const auto buckets = token_buckets();
     for (std::size_t i = 0; i < buckets.size(); ++i) {
@@ -63,16 +64,17 @@ std::vector<std::int64_t> representative_tokens(const Spec& spec, std::int64_t l
         const auto boundary = static_cast<std::int64_t>(std::sqrt(static_cast<double>(buckets[i]) * static_cast<double>(buckets[i + 1])));
         for (const std::int64_t near : {boundary - 1, boundary, boundary + 1}) tokens.push_back(near);
     }
-    if (limit_bytes > 0 && spec.dtype != DType::fp32) {
+    if (workspace_limit_bytes > 0 && spec.dtype != DType::fp32) {
         // Room shrinks with every token; the last number of tokens that leaves a step whole, and the first that does not.
         const auto add = [&](std::int64_t step) {
-            if (step > limit_bytes) return;
-            const std::int64_t last = tokens_with_workspace(spec, limit_bytes - step);
+            if (step > workspace_limit_bytes) return;
+            const std::int64_t last = tokens_with_workspace(spec, workspace_limit_bytes - step);
             tokens.push_back(last);
             if (workspace_of_tokens(spec, last + 1)) tokens.push_back(last + 1);  // a possible number of tokens
         };
         const std::int64_t most = std::max(scratch_bytes, kMostUsefulScratch);
-        for (std::int64_t step = round_down_to_step(std::min(most, limit_bytes)); step > 1; step = round_down_to_step(step - 1)) add(step);
+        for (std::int64_t step = round_down_to_step(std::min(most, workspace_limit_bytes)); step > 1; step = round_down_to_step(step - 1))
+            add(step);
         add(scratch_bytes);
     }
     std::ranges::sort(tokens);

@@ -23,16 +23,17 @@ inline constexpr std::int64_t kAllMemory = std::int64_t{1} << 40;  ///< limit fo
 
 /// Scratch under a limit on everything beyond inputs and gradients: workspace_of_tokens takes some of the limit. Throws PlanError where
 /// nothing is left, ArgumentError for a bad num_tokens.
-[[nodiscard]] std::int64_t scratch_room(const Spec& spec, std::int64_t limit_bytes, std::int64_t num_tokens);
+[[nodiscard]] std::int64_t scratch_room(const Spec& spec, std::int64_t workspace_limit_bytes, std::int64_t num_tokens);
 
 /// The smallest workspace_limit_bytes with which a call over num_tokens tokens has a plan of the planner's; absent where no limit is
 /// enough, or where sizes overflow.
 [[nodiscard]] std::optional<std::int64_t> smallest_limit_bytes(const Spec& spec, const Device& device, std::int64_t num_tokens);
 /// One sentence for people: the limit is too small, and how much is enough.
-[[nodiscard]] std::string limit_too_small(std::int64_t limit_bytes, std::int64_t smallest_bytes, std::string_view what);
+[[nodiscard]] std::string limit_too_small(std::int64_t workspace_limit_bytes, std::int64_t smallest_bytes, std::string_view what);
 
 /// Numbers of tokens that stand for all: every other has the token bucket of one of them, and with a limit (0: none) the step of its room
 /// too, where that is not beyond both `scratch_bytes` and kMostUsefulScratch. Ascending, from 0, which stands for "not known".
-[[nodiscard]] std::vector<std::int64_t> representative_tokens(const Spec& spec, std::int64_t limit_bytes, std::int64_t scratch_bytes);
+[[nodiscard]] std::vector<std::int64_t> representative_tokens(const Spec& spec, std::int64_t workspace_limit_bytes,
+                                                              std::int64_t scratch_bytes);
 
 }  // namespace flce

@@ -40,7 +40,7 @@ struct AskedKernelHash {
     std::size_t operator()(const C& call) const noexcept {
         // Independent products, which do not wait for one another.
         std::size_t hash = SpecHash{}(call.spec) + static_cast<std::size_t>(call.requests.first.scratch_bytes) * 0x9E3779B97F4A7C15ULL +
-                           static_cast<std::size_t>(call.requests.first.limit_bytes) * 0xC2B2AE3D27D4EB4FULL +
+                           static_cast<std::size_t>(call.requests.first.workspace_limit_bytes) * 0xC2B2AE3D27D4EB4FULL +
                            static_cast<std::size_t>(call.requests.first.num_tokens) * 0x165667B19E3779F9ULL +
                            static_cast<std::size_t>(call.requests.wide.scratch_bytes) * 0x27D4EB2F165667C5ULL;
         if (!call.plan.empty()) hash ^= std::hash<std::string_view>{}(call.plan);
@@ -136,17 +136,18 @@ struct Session::State {
 
     /// The session's scratch and limit, for calls that give none of their own.
     [[nodiscard]] PlanRequest defaults() const {
-        return {.scratch_bytes = options.scratch_bytes, .limit_bytes = options.workspace_limit_bytes};
+        return {.scratch_bytes = options.scratch_bytes, .workspace_limit_bytes = options.workspace_limit_bytes};
     }
 
     /// Throws an error that says how much is enough, in the place of another one, where the call's limit is too small.
     void refuse_small_limit(const Spec& spec, const Device& device, const KernelOptions& given) const {
         const PlanRequest call = completed(given, defaults());
-        if (call.limit_bytes <= 0 || !given.plan.empty()) return;
+        if (call.workspace_limit_bytes <= 0 || !given.plan.empty()) return;
         const auto smallest = smallest_limit_bytes(spec, device, call.num_tokens);
-        if (!smallest || call.limit_bytes >= *smallest) return;
+        if (!smallest || call.workspace_limit_bytes >= *smallest) return;
         const std::string tokens = call.num_tokens > 0 ? fmt::format(" with {} tokens", call.num_tokens) : "";
-        throw PlanError(limit_too_small(call.limit_bytes, *smallest, fmt::format("{}{} on {}", spec.text(), tokens, device.name)));
+        throw PlanError(
+            limit_too_small(call.workspace_limit_bytes, *smallest, fmt::format("{}{} on {}", spec.text(), tokens, device.name)));
     }
 
     /// The result of `plan_it`, which asks for such a call's plan or kernel.
@@ -296,9 +297,9 @@ std::vector<Plan> SessionAccess::plans_for_any_tokens(Session& session, const Sp
     std::vector<CallRequests> seen;
     const PlanRequest given = completed(options, state.defaults());
     // The limit may be too small for some of the numbers: no session will have them.
-    const bool limited = given.limit_bytes > 0 && options.plan.empty();
+    const bool limited = given.workspace_limit_bytes > 0 && options.plan.empty();
     const std::int64_t least = limited ? smallest_scratch_bytes(spec, device).value_or(0) : 0;
-    for (const std::int64_t num_tokens : representative_tokens(spec, given.limit_bytes, given.scratch_bytes)) {
+    for (const std::int64_t num_tokens : representative_tokens(spec, given.workspace_limit_bytes, given.scratch_bytes)) {
         options.num_tokens = num_tokens;
         try {
             const CallRequests requests = call_requests(spec, device, options, state.defaults());

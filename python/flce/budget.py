@@ -36,15 +36,15 @@ class MemoryBudget:
     on one device. Any thread may use it.
 
     Args:
-        limit_bytes: a positive number of bytes. A call whose scratch alone is above it raises PlanError.
+        memory_limit_bytes: a positive number of bytes. A call whose scratch alone is above it raises PlanError.
 
     Raises ArgumentError for what is no such number.
     """
 
-    def __init__(self, limit_bytes: int) -> None:
-        if not isinstance(limit_bytes, int) or isinstance(limit_bytes, bool) or not 0 < limit_bytes < _MOST_BYTES:
-            raise errors.ArgumentError(f"limit_bytes is {limit_bytes!r}; it must be a positive number of bytes, below 2^63")
-        self.limit_bytes = limit_bytes
+    def __init__(self, memory_limit_bytes: int) -> None:
+        if not isinstance(memory_limit_bytes, int) or isinstance(memory_limit_bytes, bool) or not 0 < memory_limit_bytes < _MOST_BYTES:
+            raise errors.ArgumentError(f"memory_limit_bytes is {memory_limit_bytes!r}; it must be a positive number of bytes, below 2^63")
+        self.memory_limit_bytes = memory_limit_bytes
         self.number = next(_numbers)  # operators know the budget by this number
         self._workspace_bytes = 0  # scratch of the call that took the most
         # Holders by id, in order of age. An entry is taken away without the lock: the garbage collector may end a loss's life on a thread
@@ -66,11 +66,11 @@ class MemoryBudget:
             if workspace_bytes > self._workspace_bytes:
                 self._workspace_bytes = workspace_bytes
                 self._make_room()
-            yield self.limit_bytes - self.held_bytes - (self._workspace_bytes - workspace_bytes)
+            yield self.memory_limit_bytes - self.held_bytes - (self._workspace_bytes - workspace_bytes)
 
     def _make_room(self) -> None:
         for holder, _ in reversed(list(self._held.values())):
-            if self.held_bytes + self._workspace_bytes <= self.limit_bytes:
+            if self.held_bytes + self._workspace_bytes <= self.memory_limit_bytes:
                 return
             retained = holder()
             if retained is not None:
@@ -84,13 +84,13 @@ class MemoryBudget:
 
     def __deepcopy__(self, memo: Any) -> MemoryBudget:
         """A copy of a model or of its loss has a budget of its own."""
-        return MemoryBudget(self.limit_bytes)
+        return MemoryBudget(self.memory_limit_bytes)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return MemoryBudget, (self.limit_bytes,)
+        return MemoryBudget, (self.memory_limit_bytes,)
 
     def __repr__(self) -> str:
-        return f"MemoryBudget({self.limit_bytes})"
+        return f"MemoryBudget({self.memory_limit_bytes})"
 
 
 def _begin_in_a_fork() -> None:
@@ -102,8 +102,8 @@ def _begin_in_a_fork() -> None:
 os.register_at_fork(after_in_child=_begin_in_a_fork)
 
 
-def of_number(number: int, limit_bytes: int) -> MemoryBudget | None:
+def of_number(number: int, memory_limit_bytes: int) -> MemoryBudget | None:
     """The budget of that number; None where it is gone, or another: a compiled graph may come from another process, and then retains
     nothing."""
     found = _budgets.get(number) if number else None
-    return found if found is not None and found.limit_bytes == limit_bytes else None
+    return found if found is not None and found.memory_limit_bytes == memory_limit_bytes else None

@@ -213,7 +213,7 @@ def explain(
         text += f"workspace at {num_tokens} tokens: forward {forward} bytes, backward {backward} bytes\n"
         limit = layer.get("workspace_limit_bytes") or 0
         if kernel.choose_retained(num_tokens, workspace_limit_bytes=1 << 62).size:
-            own = kernel.choose_retained(num_tokens, workspace_limit_bytes=limit, lend_grad_weight=False).size
+            own = kernel.choose_retained(num_tokens, workspace_limit_bytes=limit, retain_in_grad_weight=False).size
             lendable = kernel.retained_bytes(num_tokens, in_grad_weight=True)
             text += (
                 f"retained at {num_tokens} tokens: up to {kernel.retained_bytes(num_tokens)} bytes of which this limit allows {own}, "

@@ -58,10 +58,7 @@ def with_budget(options: Mapping[str, Any]) -> LossOptions:
     made = LossOptions(options)
     limit = made.pop("memory_limit_bytes", None)
     if limit is not None:
-        try:
-            made["workspace_limit_bytes"] = MemoryBudget(limit)
-        except errors.ArgumentError as error:
-            raise errors.ArgumentError(str(error).replace("limit_bytes", "memory_limit_bytes", 1)) from None
+        made["workspace_limit_bytes"] = MemoryBudget(limit)
     return made
 
 

@@ -73,7 +73,7 @@ WRONG_OPTIONS: tuple[tuple[dict[str, Any], str], ...] = (
     ({"schedule": "zbv"}, "schedule is 'zbv'; allowed are 'gpipe', '1f1b', 'interleaved_1f1b', 'interleaved_zero_bubble'"),
     ({"num_micro_batches": 0}, "num_micro_batches is 0"),
     ({"head_options": {"size": 1}}, "size"),
-    ({"memory_limit_bytes": -1}, "limit_bytes is -1"),
+    ({"memory_limit_bytes": -1}, "memory_limit_bytes is -1"),
     ({"device": "nowhere"}, "nowhere"),
     ({"data_parallel_group": dist.GroupMember.NON_GROUP_MEMBER}, "data_parallel_group does not have this rank"),
 )

@@ -81,7 +81,7 @@ def limit_of_a_part() -> tuple[int, float]:
     """A limit that leaves room for a part of a microbatch's logits beside scratch, which a limit cuts, too; and the part."""
     for limit in range(1 << 18, 1 << 20, 1 << 12):
         kernel = flce.get_kernel(D, V, torch.float32, device=default_device(), num_tokens=TOKENS, workspace_limit_bytes=limit)
-        choice = kernel.choose_retained(TOKENS, workspace_limit_bytes=limit, lend_grad_weight=False)
+        choice = kernel.choose_retained(TOKENS, workspace_limit_bytes=limit, retain_in_grad_weight=False)
         share = choice.size / kernel.retained_bytes(TOKENS)
         if 0.2 < share < 0.8:
             return limit, share

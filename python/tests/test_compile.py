@@ -14,7 +14,7 @@ from torch.utils._triton import has_triton
 import flce
 from flce.core import _frame
 
-CALLS = [("", 2), ("softcap=5,outputs=loss+lse+logprob+entropy", 0), ("z_loss=0.01,outputs=loss+lse", 1)]
+CALLS = [("", 2), ("softcap=5,outputs=loss+lse+logprobs+entropy", 0), ("z_loss=0.01,outputs=loss+lse", 1)]
 
 
 class Symbolic(int):
@@ -35,7 +35,7 @@ class Symbolic(int):
         return Symbolic(result)
 
 
-@pytest.mark.parametrize("options", ["", "outputs=loss+entropy+logprob,dft", "label_smoothing=0.1", "teacher_top_k=3"])
+@pytest.mark.parametrize("options", ["", "outputs=loss+entropy+logprobs,dft", "label_smoothing=0.1", "teacher_top_k=3"])
 @pytest.mark.parametrize("shard_class_weight", [False, True])
 def test_sizes_of_symbolic_numbers(options: str, shard_class_weight: bool) -> None:
     outputs = _frame.outputs_of(options, shard_class_weight=shard_class_weight)

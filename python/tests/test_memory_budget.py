@@ -83,7 +83,7 @@ def test_memory_comes_back_without_a_backward(device: str, watched: Watched) -> 
     with torch.no_grad():
         loss_of(problem, workspace_limit_bytes=budget)
     assert budget.held_bytes == 0
-    fresh = flce.MemoryBudget(budget.limit_bytes)
+    fresh = flce.MemoryBudget(budget.memory_limit_bytes)
     with torch.no_grad():
         loss_of(problem, workspace_limit_bytes=fresh)
     assert fresh._workspace_bytes == budget._workspace_bytes > 0  # the scratch of a call that leaves nothing counts too
@@ -135,7 +135,7 @@ def test_losses_have_one_of_their_own(device: str, watched: Watched) -> None:
         del value, values
     budget = fused.options["workspace_limit_bytes"]
     assert copy.deepcopy(fused).options["workspace_limit_bytes"] is not budget
-    assert pickle.loads(pickle.dumps(budget)).limit_bytes == budget.limit_bytes
+    assert pickle.loads(pickle.dumps(budget)).memory_limit_bytes == budget.memory_limit_bytes
 
 
 def test_several_threads_keep_to_the_limit(device: str, watched: Watched) -> None:
@@ -188,7 +188,7 @@ def test_memory_that_a_forward_is_writing_to_is_not_taken(device: str, watched: 
     gradients = gradients_of(problem, loss)
     assert watched.take() == [NONE]
     # Compared with a call under the same limit: another limit may cut a call into other chunks, whose sums round elsewhere.
-    check(problem, gradients, gradients_of(problem, loss_of(problem, workspace_limit_bytes=budget.limit_bytes)))
+    check(problem, gradients, gradients_of(problem, loss_of(problem, workspace_limit_bytes=budget.memory_limit_bytes)))
 
 
 def test_memory_given_up_while_a_backward_reads_it_does_not_come_back(
@@ -229,7 +229,7 @@ def test_bad_limits_are_refused() -> None:
     problem = make("cpu")
     head = torch.nn.Linear(64, 3000)
     for bad in (0, -1, 1.5, True, "1G", None, 1 << 63):
-        with pytest.raises(flce.ArgumentError, match="limit_bytes is"):
+        with pytest.raises(flce.ArgumentError, match="memory_limit_bytes is"):
             flce.MemoryBudget(bad)  # type: ignore[arg-type]
     with pytest.raises(flce.ArgumentError, match="memory_limit_bytes is 0"):
         flce.LinearCrossEntropyLoss(head, memory_limit_bytes=0, shift=1)

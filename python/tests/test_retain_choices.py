@@ -29,11 +29,11 @@ class StandIn:
         assert num_tokens == 7
         return 100 if backward else 40
 
-    def choose_retained(self, num_tokens: int, *, workspace_limit_bytes: int, lend_grad_weight: bool) -> Choice:
+    def choose_retained(self, num_tokens: int, *, workspace_limit_bytes: int, retain_in_grad_weight: bool) -> Choice:
         assert num_tokens == 7
-        self.asked.append((workspace_limit_bytes, lend_grad_weight))
+        self.asked.append((workspace_limit_bytes, retain_in_grad_weight))
         own = max(workspace_limit_bytes - 100, 0) or (30 if self.retains_unasked else 0)
-        lent = lend_grad_weight and self.lends and own <= 50
+        lent = retain_in_grad_weight and self.lends and own <= 50
         return Choice(lent, 50 if lent else own)
 
 
@@ -159,5 +159,5 @@ def test_a_budget_has_room_beside_the_most_scratch_and_takes_it_from_the_newest(
 def test_a_copy_of_a_budget_is_another_with_the_same_limit() -> None:
     budget = flce.MemoryBudget(1000)
     other = copy.deepcopy(budget)
-    assert other.limit_bytes == 1000 and other.number != budget.number
+    assert other.memory_limit_bytes == 1000 and other.number != budget.number
     assert repr(budget) == "MemoryBudget(1000)"

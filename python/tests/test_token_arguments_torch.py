@@ -55,10 +55,10 @@ def all_equal(left: Any, right: Any) -> bool:
 # ── Operators and compilers ─────────────────────────
 
 OPCHECKS = [
-    ("outputs=logprob", 0, False),
-    ("outputs=logprob+entropy+top1+log_sum_sq_probs", 0, False),
-    ("dft,outputs=loss+logprob", 3, True),
-    ("dft,z_loss=0.01,outputs=loss+lse+logprob+entropy+top1+log_sum_sq_probs", 2, True),
+    ("outputs=logprobs", 0, False),
+    ("outputs=logprobs+entropy+top1+log_sum_sq_probs", 0, False),
+    ("dft,outputs=loss+logprobs", 3, True),
+    ("dft,z_loss=0.01,outputs=loss+lse+logprobs+entropy+top1+log_sum_sq_probs", 2, True),
 ]
 
 
@@ -321,8 +321,8 @@ def test_kernels_are_found_by_name(device: str) -> None:
     flce.linear_logprobs(problem.hidden, problem.weight, problem.target, temperature=0.5, return_top1=True)
     flce.linear_cross_entropy(problem.hidden, problem.weight, problem.target, dft=True, return_log_sum_sq_probs=True, **problem.options)
     assert len(_kernels.all_kernels()) == before
-    assert "outputs=logprob+top1" in named[0].spec and "temperature" in named[0].spec
-    assert all(key in named[1].spec for key in ("temperature", "token_weight", "dft", "outputs=loss+logprob+log_sum_sq_probs"))
+    assert "outputs=logprobs+top1" in named[0].spec and "temperature" in named[0].spec
+    assert all(key in named[1].spec for key in ("temperature", "token_weight", "dft", "outputs=loss+logprobs+log_sum_sq_probs"))
 
 
 @pytest.mark.pairwise

@@ -120,12 +120,12 @@ private:
     [[nodiscard]] RowUpstream upstream_of(std::int64_t token) const {
         const bool per_token = call_.reduction() == ReductionCode::none;
         const double loss = call_.element(Slot::grad_loss, per_token ? token : 0, spec_.outputs.loss ? 1.F : 0.F);
-        const double factor = loss_factor(call_.token_weight(token), call_.element(Slot::logprob, token, 0.F), options_);
+        const double factor = loss_factor(call_.token_weight(token), call_.element(Slot::logprobs, token, 0.F), options_);
         const auto divide = [&](double divisor) { return divisor == 0 ? 0.F : static_cast<float>(loss * factor / divisor); };
         return {.cross_entropy = divide(divisors_.cross_entropy),
                 .z_loss = divide(divisors_.z_loss),
                 .lse = call_.element(Slot::grad_lse, token, 0.F),
-                .logprob = call_.element(Slot::grad_logprob, token, 0.F),
+                .logprob = call_.element(Slot::grad_logprobs, token, 0.F),
                 .entropy = call_.element(Slot::grad_entropy, token, 0.F)};
     }
 

@@ -15,7 +15,7 @@ void CpuRowResults::write_outputs(std::int64_t token, const RowOutputs& outputs,
         if (call_.has(slot)) call_.pointer<float>(slot)[token] = value;
     };
     write(Slot::lse, outputs.lse);
-    write(Slot::logprob, outputs.logprob);
+    write(Slot::logprobs, outputs.logprob);
     write(Slot::entropy, outputs.entropy);
     write(Slot::log_sum_sq_probs, outputs.log_sum_sq_probs);
     if (call_.has(Slot::top1)) call_.pointer<std::int64_t>(Slot::top1)[token] = top1;

@@ -15,7 +15,7 @@ struct OutputsParams {
     float* loss;    ///< [rows] for reduction none, else null
     float* z_loss;  ///< [rows] for reduction none, else null
     float* lse;
-    float* logprob;
+    float* logprobs;
     float* entropy;
     float* log_sum_sq_probs;
     long long* top1;             ///< −1 where the row is ignored

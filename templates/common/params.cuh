@@ -22,7 +22,7 @@ enum : int {
     kRowThreads = 256,          ///< block of the kernels over rows
     kOutputRows = 64,           ///< rows of a block of row_outputs: several threads merge what forward has found for one
     kOutputThreads = 512,       ///< threads of a block of row_outputs
-    kRowOutputs = 6,            ///< loss, z_loss, lse, logprob, entropy, log_sum_sq_probs
+    kRowOutputs = 6,            ///< loss, z_loss, lse, logprobs, entropy, log_sum_sq_probs
     kMostTeacherClasses = 256,  ///< most classes of a row
     kTeacherColumns = 256,      ///< columns of a block of teacher_bias
     kReduceThreads = 1024,      ///< block of the kernels that reduce everything in one block
@@ -196,12 +196,12 @@ struct RowCoefficientsParams {
     const float* lse;
     const float* entropy;
     const float* token_weight;  ///< [rows]; null: 1
-    const float* logprob;       ///< [rows], with dft; else null
+    const float* logprobs;      ///< [rows], with dft; else null
     const float* temperature;   ///< [rows], where the Problem has temperatures
     float* row_temperatures;    ///< [rows], where the Problem has temperatures: 1 where the row is ignored
     const float* grad_loss;     ///< [rows] for reduction none, else scalar; null: absent_grad_loss
     const float* grad_lse;
-    const float* grad_logprob;
+    const float* grad_logprobs;
     const float* grad_entropy;
     TeacherParams teacher;       ///< classes of the Problem's teacher, if it has one; row_teacher_weights too
     float* row_teacher_weights;  ///< [rows]: factor with which a teacher's probability is taken off dz; 0 where the row is ignored

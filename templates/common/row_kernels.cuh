@@ -148,11 +148,11 @@ __device__ __forceinline__ void row_coefficients_kernel(const RowCoefficientsPar
     float temperature = 1.f;
     if (target >= 0) {
         const LossOptions options{p.label_smoothing, p.smoothing_per_class, class_weight_total<Problem>(p.scalars),
-                                  p.z_loss_weight,   p.logprob != nullptr,  hard_weight_of<Problem>(p.hard_weight)};
-        const float factor = loss_factor(value_or(p.token_weight, listed.row, 1.f), value_or(p.logprob, listed.row, 0.f), options);
+                                  p.z_loss_weight,   p.logprobs != nullptr, hard_weight_of<Problem>(p.hard_weight)};
+        const float factor = loss_factor(value_or(p.token_weight, listed.row, 1.f), value_or(p.logprobs, listed.row, 0.f), options);
         const float g = factor * (p.grad_loss == nullptr ? p.absent_grad_loss : p.grad_loss[p.count.reduction == kNone ? listed.row : 0]);
         const RowUpstream upstream{g * p.scalars->cross_entropy_scale, g * p.scalars->z_loss_scale, value_or(p.grad_lse, listed.row, 0.f),
-                                   value_or(p.grad_logprob, listed.row, 0.f), value_or(p.grad_entropy, listed.row, 0.f)};
+                                   value_or(p.grad_logprobs, listed.row, 0.f), value_or(p.grad_entropy, listed.row, 0.f)};
         const float entropy = value_or(p.entropy, listed.row, 0.f);
         row_target = {p.lse[listed.row], target};
         const float c_y = class_weight_of<Problem>(p.class_weight, listed.row, target);

@@ -174,7 +174,7 @@ __device__ __forceinline__ void write_outputs(const OutputsParams& p, int row, c
     p.lse[row] = out.lse;
     if (p.loss != nullptr) p.loss[row] = out.cross_entropy + out.z_loss;
     if (p.z_loss != nullptr) p.z_loss[row] = out.z_loss;
-    if (p.logprob != nullptr) p.logprob[row] = out.logprob;
+    if (p.logprobs != nullptr) p.logprobs[row] = out.logprob;
     if (p.entropy != nullptr) p.entropy[row] = out.entropy;
     if constexpr (Problem::square_sum) {
         if (p.log_sum_sq_probs != nullptr) p.log_sum_sq_probs[row] = out.log_sum_sq_probs;

@@ -20,7 +20,7 @@ class TunerJudges : public testing::TestWithParam<DType> {
 protected:
     TunerJudges() {
         options_.spec =
-            parse_spec("D=16,V=300,bias,outputs=loss+lse+logprob+entropy,z_loss=0.001,dtype=" + std::string(to_string(GetParam())))
+            parse_spec("D=16,V=300,bias,outputs=loss+lse+logprobs+entropy,z_loss=0.001,dtype=" + std::string(to_string(GetParam())))
                 .normalized();
         options_.session.device = "cpu";
         options_.session.cache_dir = folder_.path();
@@ -78,7 +78,7 @@ TEST_P(TunerJudges, LaterPlans_HeldAgainstTheFirst) {
     const double gradient = 3 * gradient_cap(GetParam());
     for (const auto& [name, tensor, bound] : {std::tuple{"loss", &LayerOutputs::loss, output},
                                               {"z_loss", &LayerOutputs::z_loss, output},
-                                              {"logprob", &LayerOutputs::logprob, output},
+                                              {"logprobs", &LayerOutputs::logprobs, output},
                                               {"entropy", &LayerOutputs::entropy, output},
                                               {"grad_weight", &LayerOutputs::grad_weight, gradient},
                                               {"grad_bias", &LayerOutputs::grad_bias, gradient}}) {

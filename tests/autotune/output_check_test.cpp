@@ -39,7 +39,7 @@ struct CheckedLayer {
             add(w.token_loss, t.loss);
             add(w.token_z_loss, t.z_loss);
             add(w.lse, t.lse);
-            add(w.logprob, t.logprob);
+            add(w.logprobs, t.logprob);
             add(w.entropy, t.entropy);
             add(w.log_sum_sq_probs, t.log_sum_sq_probs);
             w.top1.push_back(t.top1);
@@ -97,7 +97,7 @@ WrittenOutputs off(WrittenOutputs written, const std::string& output, double rel
     if (output == "loss") scale(written.loss);
     if (output == "z_loss") scale(written.z_loss);
     if (output == "lse") scale(written.lse);
-    if (output == "logprob") scale(written.logprob);
+    if (output == "logprobs") scale(written.logprobs);
     if (output == "entropy") scale(written.entropy);
     if (output == "log_sum_sq_probs") scale(written.log_sum_sq_probs);
     if (output == "teacher_logprobs") scale(written.teacher_logprobs);
@@ -125,7 +125,7 @@ double documented_bound(const CheckedLayer& layer, const std::string& output, co
                                                                   {"loss", &right.loss},
                                                                   {"z_loss", &right.z_loss},
                                                                   {"lse", &right.lse},
-                                                                  {"logprob", &right.logprob},
+                                                                  {"logprobs", &right.logprobs},
                                                                   {"entropy", &right.entropy},
                                                                   {"log_sum_sq_probs", &right.log_sum_sq_probs},
                                                                   {"teacher_logprobs", &right.teacher_logprobs}};
@@ -153,7 +153,7 @@ const std::vector<CheckCase>& check_cases() {
         {",class_weight"},
         {",temperature"},
         {",token_weight", Reduction::weighted_mean},
-        {",dft,outputs=loss+logprob"},
+        {",dft,outputs=loss+logprobs"},
         {",batch_invariant"},
         {",layout=hidden_major,padded_vocab_size=32"},
         {",tied,bias"},
@@ -161,8 +161,8 @@ const std::vector<CheckCase>& check_cases() {
         {",grad_weight_dtype=fp32,weight_dtype=fp32"},
         {",teacher_top_k=3,hard_weight=0.5"},
         {",whole_vocab_size=60,grad_hidden_dtype=fp32"},
-        {",outputs=lse+logprob+entropy+top1+log_sum_sq_probs"},
-        {",bias,softcap=20,label_smoothing=0.1,z_loss=0.01,class_weight,temperature,outputs=loss+lse+logprob+entropy+top1+log_sum_sq_"
+        {",outputs=lse+logprobs+entropy+top1+log_sum_sq_probs"},
+        {",bias,softcap=20,label_smoothing=0.1,z_loss=0.01,class_weight,temperature,outputs=loss+lse+logprobs+entropy+top1+log_sum_sq_"
          "probs"},
     };
     return cases;

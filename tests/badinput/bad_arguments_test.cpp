@@ -73,7 +73,7 @@ const BadCall kBadCalls[] = {
     {"no_temperature", kForward, [](Call& c) { c.forward.temperature = {}; }, "temperature"},
     {"no_token_weight", kForward, [](Call& c) { c.forward.token_weight = {}; }, "token_weight"},
     {"backward_no_temperature", kBackward, [](Call& c) { c.backward.temperature = {}; }, "temperature"},
-    {"backward_no_logprob", kBackward, [](Call& c) { c.backward.logprob = {}; }, "logprob"},
+    {"backward_no_logprob", kBackward, [](Call& c) { c.backward.logprobs = {}; }, "logprobs"},
     {"top1_in_32_bits", kForward, [](Call& c) { c.forward.top1.dtype = ScalarType::int32; }, "top1"},
     {"teacher_unasked", kForward, [](Call& c) { c.forward.teacher_ids = c.forward.target; }, "teacher_ids"},
     {"unknown_reduction", kForward, [](Call& c) { c.forward.reduction = static_cast<Reduction>(9); }, "reduction"},
@@ -107,7 +107,7 @@ const BadCall kBadCalls[] = {
     {"workspace_one_byte_short", kForward, [](Call& c) { c.workspace.bytes -= 1; }, "workspace"},
     {"backward_workspace_one_byte_short", kBackward, [](Call& c) { c.workspace.bytes -= 1; }, "workspace"},
     // memory used twice
-    {"lse_is_logprob", kForward, [](Call& c) { c.forward.lse.data = c.forward.logprob.data; }, "lse"},
+    {"lse_is_logprob", kForward, [](Call& c) { c.forward.lse.data = c.forward.logprobs.data; }, "lse"},
     {"grad_hidden_is_hidden", kBackward, [](Call& c) { c.backward.grad_hidden.data = c.backward.hidden.data; }, "grad_hidden"},
 };
 

@@ -48,10 +48,10 @@ constexpr BadText kBadTexts[] = {
     {"hard_weight_not_a_number", "D=64,V=100,teacher_top_k=4,hard_weight=nan", "hard_weight", "nan"},
     {"hard_weight_without_teacher", "D=64,V=100,hard_weight=0.5", "hard_weight", "teacher_top_k"},
     {"teacher_with_class_weight", "D=64,V=100,teacher_top_k=4,class_weight", "class_weight", "teacher_top_k"},
-    {"teacher_with_dft", "D=64,V=100,teacher_top_k=4,dft,outputs=loss+logprob", "dft", "teacher_top_k"},
-    {"teacher_without_loss", "D=64,V=100,teacher_top_k=4,outputs=logprob", "teacher_top_k", "loss"},
+    {"teacher_with_dft", "D=64,V=100,teacher_top_k=4,dft,outputs=loss+logprobs", "dft", "teacher_top_k"},
+    {"teacher_without_loss", "D=64,V=100,teacher_top_k=4,outputs=logprobs", "teacher_top_k", "loss"},
     {"shard_larger_than_the_whole", "D=64,V=100,whole_vocab_size=99", "whole_vocab_size", "99"},
-    {"dft_without_logprob", "D=64,V=100,dft,outputs=loss", "dft", "logprob"},
+    {"dft_without_logprob", "D=64,V=100,dft,outputs=loss", "dft", "logprobs"},
     {"wide_grad_hidden_without_shards", "D=64,V=100,grad_hidden_dtype=fp32", "grad_hidden_dtype", "fp32"},
     {"unknown_output", "D=64,V=100,outputs=loss+magic", "outputs", "magic"},
 };

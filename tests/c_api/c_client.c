@@ -134,7 +134,9 @@ int c_client_trains_on_cpu(const char* cache_dir) {
     retain.least_work = 1;
     CHECK(flce_kernel_choose_retained(kernel, kTokens, &retain, &place, &chosen) == FLCE_OK);
     CHECK(place == FLCE_RETAINED_GRAD_WEIGHT && chosen == backward.retained_bytes);
-    retain.keep_grad_weight = 1;
+    retain.retain_in_grad_weight = 2;
+    CHECK(flce_kernel_choose_retained(kernel, kTokens, &retain, &place, &chosen) == FLCE_ERROR_ARGUMENT);
+    retain.retain_in_grad_weight = -1;
     CHECK(flce_kernel_choose_retained(kernel, kTokens, &retain, &place, &chosen) == FLCE_OK && chosen == 0);
     retain.workspace_limit_bytes = 1 << 30;
     CHECK(flce_kernel_choose_retained(kernel, kTokens, &retain, &place, &chosen) == FLCE_OK);

@@ -244,11 +244,11 @@ TEST(FlceCheck_EveryOption, PassesAndReportsEachOutput) {
     const auto json = expect_json(
         {"check", "--device", "cpu", "--json", "--spec",
          "D=64,V=301,padded_vocab_size=320,dtype=fp32,bias,logit_scale=0.7,softcap=10,label_smoothing=0.1,z_loss=0.001,class_weight,"
-         "outputs=loss+lse+logprob+entropy"});
+         "outputs=loss+lse+logprobs+entropy"});
     expect_keys(json, {"passed", "outputs", "device", "plan"});
     EXPECT_EQ(json["passed"], true);
     for (const char* output :
-         {"loss", "z_loss", "lse", "logprob", "entropy", "grad_hidden", "grad_weight", "grad_bias", "grad_weight_padding"}) {
+         {"loss", "z_loss", "lse", "logprobs", "entropy", "grad_hidden", "grad_weight", "grad_bias", "grad_weight_padding"}) {
         ASSERT_TRUE(json["outputs"].contains(output)) << output;
         EXPECT_LE(json["outputs"][output]["error"].get<double>(), json["outputs"][output]["bound"].get<double>()) << output;
     }
@@ -270,7 +270,7 @@ TEST(FlceCheck_Variants, Pass) {
         {"D=64,V=301,dtype=fp32,layout=hidden_major"},
         {"D=64,V=301,dtype=bf16,tied,grad_weight_dtype=fp32"},
         {"D=64,V=301,dtype=fp32,z_loss=0.001,outputs=lse+entropy"},
-        {"D=64,V=301,dtype=bf16,outputs=logprob", "--reduction", "none"},
+        {"D=64,V=301,dtype=bf16,outputs=logprobs", "--reduction", "none"},
         {"D=64,V=301,whole_vocab_size=900,dtype=bf16,grad_hidden_dtype=fp32,bias,label_smoothing=0.1,outputs=loss+lse+entropy+top1"},
         {"D=64,V=301,whole_vocab_size=900,dtype=fp32,class_weight,label_smoothing=0.1,layout=hidden_major"},
         {"D=64,V=301,whole_vocab_size=900,dtype=fp32,teacher_top_k=3,hard_weight=0.5,z_loss=0.001", "--reduction", "none"},

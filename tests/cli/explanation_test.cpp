@@ -28,7 +28,7 @@ const std::vector<const char*>& specs() {
 
 void expect_consistent(const CallQuestion& question, const ExplainedCall& call) {
     EXPECT_EQ(call.point.seconds(), call.point.forward.seconds + call.point.backward.seconds);
-    EXPECT_TRUE(question.limit_bytes == 0 || call.point.workspace_bytes <= question.limit_bytes);
+    EXPECT_TRUE(question.workspace_limit_bytes == 0 || call.point.workspace_bytes <= question.workspace_limit_bytes);
     ASSERT_FALSE(call.curve.empty());
     for (std::size_t i = 1; i < call.curve.size(); ++i) {
         EXPECT_LE(call.curve[i - 1].workspace_bytes, call.curve[i].workspace_bytes);
@@ -59,7 +59,7 @@ TEST(ExplainedCall_AnySpecDeviceLimitAndTokens, IsConsistent) {
                     const CallQuestion question{.spec = parse_spec(text),
                                                 .device = describe_device(device),
                                                 .num_tokens = keep == Keep::all ? std::min<std::int64_t>(tokens, 4096) : tokens,
-                                                .limit_bytes = limit,
+                                                .workspace_limit_bytes = limit,
                                                 .keep = keep};
                     const ExplainedCall call = explained_call(question);
                     expect_consistent(question, call);
@@ -91,7 +91,7 @@ TEST(ExplainedCall_Measured, OnlyOfExactlyThisCall) {
         return explained_call({.spec = parse_spec("D=4096,V=128256,dtype=bf16"),
                                .device = describe_device(device),
                                .num_tokens = tokens,
-                               .limit_bytes = limit,
+                               .workspace_limit_bytes = limit,
                                .keep = keep});
     };
     for (const std::int64_t tokens : {4096, 8192}) {

@@ -263,7 +263,7 @@ TEST(ContextModel_Gradients, MatchCentralDifferences) {
 
 TEST(Reference_Gradients, MatchCentralDifferencesOfItsOwnLoss) {
     const Spec spec = parse_spec(
-        "D=8,V=5,dtype=fp32,bias,logit_scale=1.5,softcap=3,label_smoothing=0.1,z_loss=0.01,class_weight,outputs=loss+lse+logprob+entropy");
+        "D=8,V=5,dtype=fp32,bias,logit_scale=1.5,softcap=3,label_smoothing=0.1,z_loss=0.01,class_weight,outputs=loss+lse+logprobs+entropy");
     RandomLayer layer = make_random_layer(spec, 6, {.seed = 4, .upstream = true});
     layer.target = {0, 4, -100, 2, 3, 1};
     const ReferenceProblem problem = reference_problem(spec, layer);
@@ -274,7 +274,7 @@ TEST(Reference_Gradients, MatchCentralDifferencesOfItsOwnLoss) {
         for (std::size_t i = 0; i < 6; ++i) {
             const ReferenceToken& t = reference.token(i);
             sum += (t.loss - t.z_loss) / reference.loss_divisor() + t.z_loss / reference.z_loss_divisor();
-            sum += layer.grad_lse[i] * t.lse + layer.grad_logprob[i] * t.logprob + layer.grad_entropy[i] * t.entropy;
+            sum += layer.grad_lse[i] * t.lse + layer.grad_logprobs[i] * t.logprob + layer.grad_entropy[i] * t.entropy;
         }
         return sum;
     };
@@ -409,10 +409,10 @@ TEST(TunedRequest, IsThatOfACallWithTheLimit) {
         return tuned_request(options, session, spec, h200, 8192);
     };
     const PlanRequest none = request(0, true);
-    EXPECT_EQ(none.limit_bytes, 0);
+    EXPECT_EQ(none.workspace_limit_bytes, 0);
     EXPECT_EQ(none.scratch_bytes, kDefaultScratchBytes);
     const PlanRequest large = request(4096, true);
-    EXPECT_EQ(large.limit_bytes, std::int64_t{4} << 30);
+    EXPECT_EQ(large.workspace_limit_bytes, std::int64_t{4} << 30);
     EXPECT_EQ(large.num_tokens, 8192);
     EXPECT_TRUE(retains_apart(spec, h200, large));
     EXPECT_FALSE(retains_apart(spec, h200, request(4096, false)));

@@ -289,7 +289,7 @@ TEST_F(FlceTune, WorkspaceLimit_WhatIsRetainedKeepsToIt) {
     const ProcessResult result = run(arguments);
     ASSERT_EQ(result.exit_code, 0) << result.err;
     const Record record = read(result.json());
-    EXPECT_EQ(record.key.request.limit_bytes, 3 << 20);
+    EXPECT_EQ(record.key.request.workspace_limit_bytes, 3 << 20);
     EXPECT_LE(record.key.request.scratch_bytes, 3 << 20);
     bool retained = false;
     for (const auto& [plan, candidate] : record.candidates) {

@@ -39,7 +39,8 @@ std::vector<CudaUnit> candidates(const Tiles& tiles, const std::string& kernel, 
     std::vector<CudaUnit> units;
     int raster = 0;
     std::vector<Plan> plans = candidate_plans(spec, device);
-    std::ranges::copy(candidate_plans(spec, device, {.limit_bytes = std::int64_t{1} << 40, .num_tokens = 8192}), std::back_inserter(plans));
+    std::ranges::copy(candidate_plans(spec, device, {.workspace_limit_bytes = std::int64_t{1} << 40, .num_tokens = 8192}),
+                      std::back_inserter(plans));
     for (const Plan& plan : plans) {
         if (plan.path != tiles.path || plan.strategy != tiles.strategy) continue;
         if (raster == 0) raster = plan.cuda.raster;

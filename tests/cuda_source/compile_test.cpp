@@ -28,24 +28,24 @@ struct Variant {
 constexpr Variant kPlain = {"Bf16", "D=2048,V=151936"};
 constexpr Variant kEverything = {"Bf16Everything",
                                  "D=200,V=1001,bias,class_weight,label_smoothing=0.1,z_loss=0.001,softcap=30,logit_scale=0.5,"
-                                 "grad_weight_mode=accumulate,temperature,outputs=loss+lse+logprob+entropy+top1+log_sum_sq_probs"};
+                                 "grad_weight_mode=accumulate,temperature,outputs=loss+lse+logprobs+entropy+top1+log_sum_sq_probs"};
 constexpr Variant kFp16HiddenMajor = {"Fp16HiddenMajor", "D=200,V=1001,padded_vocab_size=1008,dtype=fp16,layout=hidden_major,softcap=30"};
 constexpr Variant kFp32Everything = {
     "Fp32Everything",
     "D=200,V=1001,dtype=fp32,bias,class_weight,label_smoothing=0.1,z_loss=0.001,softcap=30,logit_scale=0.5,"
-    "temperature,outputs=loss+lse+logprob+entropy+top1+log_sum_sq_probs"};
+    "temperature,outputs=loss+lse+logprobs+entropy+top1+log_sum_sq_probs"};
 
 constexpr Variant kTokens = {"Bf16Tokens", "D=2048,V=151936,temperature,outputs=loss+top1+log_sum_sq_probs"};
 constexpr Variant kTeacher = {"Bf16Teacher", "D=2048,V=151936,teacher_top_k=64"};
 constexpr Variant kTeacherEverything = {
     "Fp16TeacherEverything",
     "D=200,V=1001,dtype=fp16,weight_dtype=fp32,bias,label_smoothing=0.1,z_loss=0.001,softcap=30,logit_scale=0.5,"
-    "temperature,teacher_top_k=5,hard_weight=0.5,outputs=loss+lse+logprob+entropy+top1+log_sum_sq_probs"};
+    "temperature,teacher_top_k=5,hard_weight=0.5,outputs=loss+lse+logprobs+entropy+top1+log_sum_sq_probs"};
 constexpr Variant kShard = {"Bf16Shard", "D=4096,V=32064,whole_vocab_size=128256"};
 constexpr Variant kShardEverything = {
     "Fp16ShardEverything",
     "D=200,V=1001,whole_vocab_size=3000,dtype=fp16,grad_hidden_dtype=fp32,bias,class_weight,label_smoothing=0.1,z_loss=0.001,softcap=30,"
-    "logit_scale=0.5,temperature,outputs=loss+lse+logprob+entropy+top1+log_sum_sq_probs"};
+    "logit_scale=0.5,temperature,outputs=loss+lse+logprobs+entropy+top1+log_sum_sq_probs"};
 constexpr Variant kFp32Weight = {"Bf16Fp32Weight", "D=2048,V=151936,weight_dtype=fp32"};
 
 class CudaSourceCompile : public testing::TestWithParam<std::tuple<const char*, Variant>> {};
@@ -171,18 +171,18 @@ INSTANTIATE_TEST_SUITE_P(
             Variant{"Bf16HiddenMajorSums", "D=200,V=1001,padded_vocab_size=1008,layout=hidden_major,grad_weight_mode=accumulate"},
             Variant{"Bf16AllButBias",
                     "D=2048,V=50257,class_weight,label_smoothing=0.1,z_loss=0.001,softcap=30,logit_scale=0.5,"
-                    "grad_weight_mode=accumulate,temperature,outputs=loss+lse+logprob+entropy+top1+log_sum_sq_probs",
+                    "grad_weight_mode=accumulate,temperature,outputs=loss+lse+logprobs+entropy+top1+log_sum_sq_probs",
                     false, Level::nightly},
             Variant{"Fp16AllButBias",
                     "D=2048,V=50257,dtype=fp16,class_weight,label_smoothing=0.1,z_loss=0.001,softcap=30,logit_scale=0.5,"
-                    "temperature,outputs=loss+lse+logprob+entropy+top1+log_sum_sq_probs"},
+                    "temperature,outputs=loss+lse+logprobs+entropy+top1+log_sum_sq_probs"},
             Variant{"Fp16", "D=2048,V=151936,dtype=fp16,z_loss=0.0001", true, Level::nightly},
             Variant{"Fp16Everything",
                     "D=200,V=1001,dtype=fp16,bias,class_weight,label_smoothing=0.1,z_loss=0.001,softcap=30,"
-                    "logit_scale=0.5,temperature,outputs=loss+lse+logprob+entropy+top1+log_sum_sq_probs"},
+                    "logit_scale=0.5,temperature,outputs=loss+lse+logprobs+entropy+top1+log_sum_sq_probs"},
             Variant{"Bf16Fp32WeightEverything",
                     "D=200,V=1001,weight_dtype=fp32,bias,class_weight,label_smoothing=0.1,z_loss=0.001,softcap=30,"
-                    "logit_scale=0.5,temperature,outputs=loss+lse+logprob+entropy+top1+log_sum_sq_probs"},
+                    "logit_scale=0.5,temperature,outputs=loss+lse+logprobs+entropy+top1+log_sum_sq_probs"},
             Variant{"Fp16Fp32WeightHiddenMajor",
                     "D=200,V=1001,padded_vocab_size=1008,dtype=fp16,weight_dtype=fp32,layout=hidden_major,softcap=30", false,
                     Level::nightly},

@@ -74,7 +74,7 @@ TEST_P(RetainedOptions, APart_TheRestIsComputedAgain) {
 
 INSTANTIATE_TEST_SUITE_P(Every, RetainedOptions,
                          testing::Values("", ",softcap=30", ",bias", ",label_smoothing=0.1", ",z_loss=0.0001", ",class_weight",
-                                         ",outputs=logprob+entropy+top1,temperature", ",token_weight",
+                                         ",outputs=logprobs+entropy+top1,temperature", ",token_weight",
                                          ",bias,label_smoothing=0.1,class_weight", ",softcap=30,bias,temperature,logit_scale=0.5",
                                          ",teacher_top_k=64", ",teacher_top_k=256,hard_weight=0.5,bias,label_smoothing=0.1,token_weight",
                                          ",teacher_top_k=1,softcap=30,bias,temperature,logit_scale=0.5"));

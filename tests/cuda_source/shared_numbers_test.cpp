@@ -45,7 +45,7 @@ constexpr Layer kLayers[] = {
     {"h100", "D=2048,V=50257,bias,label_smoothing=0.1", 4 << 20},
     {"h100", "D=2048,V=50257,weight_dtype=fp32"},
     {"h100", "D=2048,V=151936,batch_invariant"},
-    {"h100", "D=64,V=1000,batch_invariant,softcap=30,temperature,outputs=logprob+entropy", 8 << 20},
+    {"h100", "D=64,V=1000,batch_invariant,softcap=30,temperature,outputs=logprobs+entropy", 8 << 20},
     {"h200", "D=2048,V=50257,batch_invariant,weight_dtype=fp32"},
     {"sm_80", "D=2048,V=151936"},
     {"sm_80", "D=2048,V=50257,outputs=loss+entropy", 4 << 20},

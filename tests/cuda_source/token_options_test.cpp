@@ -100,7 +100,7 @@ TEST_P(TokenOptions, Weights_LieBesideTheLabels) {
             if (r.kernel != "flce_row_coefficients") continue;
             const auto p = r.params<RowCoefficientsParams>();
             expect_beside_labels(p, p.token_weight, Slot::token_weight);
-            EXPECT_EQ(p.logprob, nullptr) << "no dft";
+            EXPECT_EQ(p.logprobs, nullptr) << "no dft";
             counted += p.prepares != 0 ? p.want_count : 0;
         }
         EXPECT_EQ(counted, reduction == ReductionCode::sum ? 0 : 1);
@@ -109,7 +109,7 @@ TEST_P(TokenOptions, Weights_LieBesideTheLabels) {
 
 TEST_P(TokenOptions, Dft_ReadsWhatForwardWrote) {
     const Shape& shape = GetParam();
-    const CudaProgram program = program_of(std::string(shape.spec) + ",dft,outputs=loss+logprob", shape.device, shape.scratch);
+    const CudaProgram program = program_of(std::string(shape.spec) + ",dft,outputs=loss+logprobs", shape.device, shape.scratch);
     for (const Recorded& r : run(program, program.forward, call(shape.tokens))) {
         if (r.kernel != "flce_row_outputs") continue;
         EXPECT_EQ(r.params<RowOutputsParams>().dft, 1);
@@ -117,7 +117,7 @@ TEST_P(TokenOptions, Dft_ReadsWhatForwardWrote) {
     for (const Recorded& r : run(program, program.backward, call(shape.tokens))) {
         if (r.kernel != "flce_row_coefficients") continue;
         const auto p = r.params<RowCoefficientsParams>();
-        expect_beside_labels(p, p.logprob, Slot::logprob);
+        expect_beside_labels(p, p.logprobs, Slot::logprobs);
     }
 }
 
@@ -306,8 +306,8 @@ TEST(TokenOptionsRetained, References_AreOfTemperedLogits) {
 // They are numbers of small kernels: no GEMM is compiled anew for them.
 TEST(TokenOptionsSource, WeightsAndDft_ChangeNoKernel) {
     for (const char* device : {"h100", "a100"}) {
-        const CudaProgram plain = program_of("D=64,V=1000,outputs=loss+logprob", device);
-        const CudaProgram weighted = program_of("D=64,V=1000,outputs=loss+logprob,token_weight,dft", device);
+        const CudaProgram plain = program_of("D=64,V=1000,outputs=loss+logprobs", device);
+        const CudaProgram weighted = program_of("D=64,V=1000,outputs=loss+logprobs,token_weight,dft", device);
         ASSERT_EQ(plain.units.size(), weighted.units.size());
         for (std::size_t i = 0; i < plain.units.size(); ++i) EXPECT_EQ(plain.units[i].source, weighted.units[i].source);
     }

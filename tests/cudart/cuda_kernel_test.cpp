@@ -415,7 +415,7 @@ TEST(CudaCubins, Metadata_SaysWhatItIsAndWhatItUses) {
 TEST(CudaCubins, ConstantsOfKernels_HaveNoMemory) {
     for (const auto& [spec, arch] : {std::pair{"D=64,V=1000,dtype=bf16,outputs=loss+lse", "sm_90a"},
                                      {"D=64,V=1000,dtype=bf16,layout=hidden_major", "sm_80"},
-                                     {"D=64,V=1000,dtype=fp32,bias,outputs=loss+lse+logprob+entropy", "sm_80"},
+                                     {"D=64,V=1000,dtype=fp32,bias,outputs=loss+lse+logprobs+entropy", "sm_80"},
                                      {"D=1024,V=1000,dtype=fp16,softcap=20,label_smoothing=0.1,grad_weight_mode=accumulate", "sm_90a"}}) {
         FLCE_REQUIRE_NVRTC_FOR(arch);
         const BuildRequest request = request_for(spec, describe_device(arch));

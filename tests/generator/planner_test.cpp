@@ -21,7 +21,7 @@ const std::vector<const char*>& specs() {
         "D=8,V=2",
         "D=8,V=2,dtype=fp32",
         "D=64,V=50,layout=hidden_major,bias",
-        "D=2560,V=50257,dtype=fp32,label_smoothing=0.1,outputs=loss+lse+logprob+entropy,bias,class_weight,softcap=30",
+        "D=2560,V=50257,dtype=fp32,label_smoothing=0.1,outputs=loss+lse+logprobs+entropy,bias,class_weight,softcap=30",
         "D=4096,V=128256,dtype=fp16,grad_weight_dtype=fp32,grad_weight_mode=accumulate",
         "D=200,V=127,padded_vocab_size=128,dtype=fp32",
         "D=2048,V=151936,weight_dtype=fp32",
@@ -138,7 +138,7 @@ TEST(Planner, RetainsApart_WhereTheLimitHasRoomThatGradWeightHasNot) {
     constexpr std::int64_t kMiB = 1 << 20;
     constexpr std::int64_t kLlama = 128LL * kMiB + 2LL * 8192 * 128256;  // the sum, and exponentials of 8192 tokens
     const auto apart = [&](const char* spec, std::int64_t limit, std::int64_t tokens, const Device& device) {
-        return retains_apart(parse_spec(spec), device, {.limit_bytes = limit, .num_tokens = tokens});
+        return retains_apart(parse_spec(spec), device, {.workspace_limit_bytes = limit, .num_tokens = tokens});
     };
     EXPECT_FALSE(apart("D=4096,V=128256,dtype=bf16", 0, 8192, h200)) << "no limit says nothing";
     EXPECT_FALSE(apart("D=4096,V=128256,dtype=bf16", kLlama + 60 * kMiB, 8192, h200)) << "no room for scratch";
@@ -154,7 +154,7 @@ TEST(Planner, RetainsApart_WhereTheLimitHasRoomThatGradWeightHasNot) {
 TEST(Planner, GradWeightsTile_LendsUnlessAllExponentialsLieElsewhere) {
     // Measured in a row on an H100: with everything retained 128x256 takes 3 to 5 % less of the step than 192x128.
     const auto columns = [&](const std::string& spec, std::int64_t limit, std::int64_t tokens) {
-        const PlanRequest request{.limit_bytes = limit, .num_tokens = tokens};
+        const PlanRequest request{.workspace_limit_bytes = limit, .num_tokens = tokens};
         return choose_plan(parse_spec("dtype=bf16," + spec), describe_device("h100"), request).cuda.grad_weight.block_n;
     };
     constexpr std::int64_t kAll = std::int64_t{1} << 40;
@@ -177,7 +177,7 @@ TEST(Planner, GradWeightsTileOfAShard_IsTheFastestWithoutWholeWaves) {
         for (const char* shard : {"D=2048,V=18992,whole_vocab_size=151936", "D=2048,V=37984,whole_vocab_size=151936",
                                   "D=4096,V=16032,whole_vocab_size=128256", "D=4096,V=32064,whole_vocab_size=128256"}) {
             for (const std::int64_t tokens : {3328, 4096, 4800, 8192}) {
-                const PlanRequest everything{.limit_bytes = std::int64_t{1} << 40, .num_tokens = tokens};
+                const PlanRequest everything{.workspace_limit_bytes = std::int64_t{1} << 40, .num_tokens = tokens};
                 const Plan plan = choose_plan(parse_spec(std::string("dtype=bf16,") + shard), describe_device(device), everything);
                 EXPECT_EQ(plan.cuda.grad_weight.block_m, 128) << shard;
                 EXPECT_EQ(plan.cuda.grad_weight.block_n, 256) << shard;
@@ -202,7 +202,7 @@ TEST(Planner, OwnMemory_OfShardsAndOfGradientsThatAreAddedTo) {
     const Device h100 = describe_device("h100");
     constexpr std::int64_t kMiB = 1 << 20;
     const auto own = [&](const std::string& spec, std::int64_t limit, std::int64_t tokens) {
-        return own_memory(parse_spec("dtype=bf16," + spec), h100, {.limit_bytes = limit, .num_tokens = tokens});
+        return own_memory(parse_spec("dtype=bf16," + spec), h100, {.workspace_limit_bytes = limit, .num_tokens = tokens});
     };
     const std::string shard = "D=4096,V=64128,whole_vocab_size=128256";
     EXPECT_EQ(own(shard, 0, 8192), OwnMemory::all) << "two ranks retain twice the tokens that grad_weight's memory holds on one";

@@ -52,7 +52,7 @@ Spec random_spec(std::mt19937_64& random) {
     if (coin()) s.softcap = std::exp(real(-10, 10));
     if (coin()) s.label_smoothing = real(0, 1);
     if (coin()) s.z_loss = real(0, 1e-3);
-    s.outputs = {.loss = coin(), .lse = coin(), .logprob = coin(), .entropy = coin()};
+    s.outputs = {.loss = coin(), .lse = coin(), .logprobs = coin(), .entropy = coin()};
     if (s.outputs == Outputs{.loss = false}) s.outputs.entropy = true;
     if (s.outputs.loss && !s.class_weight && coin()) {
         s.teacher_top_k = static_cast<int>(number(1, 256));
@@ -316,7 +316,7 @@ TEST(SpecHash, EveryField_ChangesIt) {
     specs[16].teacher_top_k = 4;
     specs[17].teacher_top_k = 4;
     specs[17].hard_weight = 0.5;
-    for (bool Outputs::* output : {&Outputs::loss, &Outputs::lse, &Outputs::logprob, &Outputs::entropy}) {
+    for (bool Outputs::* output : {&Outputs::loss, &Outputs::lse, &Outputs::logprobs, &Outputs::entropy}) {
         specs.push_back(base);
         specs.back().outputs.*output = !(specs.back().outputs.*output);
     }

@@ -33,7 +33,7 @@ TEST(WorkspaceBound, ChosenPlans_StayWithinScratch) {
         const Device device = describe_device(device_name);
         for (const char* text :
              {"D=2048,V=151936,tied", "D=8,V=2", "D=200,V=127,dtype=fp32,bias", "D=7168,V=129280,bias,outputs=loss+entropy",
-              "D=2560,V=50257,dtype=fp32,label_smoothing=0.1,outputs=loss+lse+logprob+entropy,bias,class_weight",
+              "D=2560,V=50257,dtype=fp32,label_smoothing=0.1,outputs=loss+lse+logprobs+entropy,bias,class_weight",
               "D=4096,V=128256,dtype=fp16,layout=hidden_major,grad_weight_dtype=fp32", "D=2048,V=151936,weight_dtype=fp32",
               "D=8,V=2,weight_dtype=fp32,bias,label_smoothing=0.1,outputs=loss+entropy", "D=4096,V=32064,whole_vocab_size=128256,bias",
               "D=2048,V=40000,whole_vocab_size=151936,dtype=fp32,label_smoothing=0.1,outputs=loss+entropy",

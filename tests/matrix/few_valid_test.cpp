@@ -93,7 +93,7 @@ TEST_P(FewValid, TinyUpstreamOfLse_Finite) {
     if (!spec.outputs.lse) GTEST_SKIP() << "no lse to take a gradient of";
     const auto kernel = kernel_on(target, spec);
     Problem problem = problem_of(spec, 65, 3, Reduction::sum);
-    for (auto* gradient : {&problem.grad_loss, &problem.grad_lse, &problem.grad_logprob, &problem.grad_entropy}) {
+    for (auto* gradient : {&problem.grad_loss, &problem.grad_lse, &problem.grad_logprobs, &problem.grad_entropy}) {
         for (float& g : *gradient) g = 0;
     }
     for (float& g : problem.grad_lse) g = 1e-37F;

@@ -109,7 +109,7 @@ TEST_P(NonFinite, MaskedLabel_InfiniteLossOfThatTokenAndFiniteGradients) {
             EXPECT_TRUE(run_and_judge(k, p));
             KernelRun run(k, p);
             run.forward();
-            EXPECT_EQ(run.token_floats("logprob")[7], -kInfinity);
+            EXPECT_EQ(run.token_floats("logprobs")[7], -kInfinity);
             if (reduction == Reduction::none) {
                 EXPECT_EQ(run.token_floats("loss")[7], kInfinity);
             }

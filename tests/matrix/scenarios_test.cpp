@@ -44,7 +44,7 @@ protected:
 };
 
 TEST_P(Scenarios, SaturatedLogits_WithinBounds) {
-    for (const char* options : {"plain", "bias", "label_smoothing", "z_loss", "lse", "logprob", "entropy"}) {
+    for (const char* options : {"plain", "bias", "label_smoothing", "z_loss", "lse", "logprobs", "entropy"}) {
         expect_good(options, {.num_tokens = 65, .logits = Logits::saturated, .reduction = Reduction::none});
         expect_good(options, {.num_tokens = 65, .logits = Logits::saturated, .reduction = Reduction::mean});
     }

@@ -43,7 +43,7 @@ struct DoubleLayer {
         layer.num_valid = f.num_valid;
         layer.grad_loss = f.grad_loss;
         layer.grad_lse = f.grad_lse;
-        layer.grad_logprob = f.grad_logprob;
+        layer.grad_logprobs = f.grad_logprobs;
         layer.grad_entropy = f.grad_entropy;
         return layer;
     }
@@ -60,7 +60,7 @@ struct DoubleLayer {
             if (l.reduction == Reduction::none)
                 sum += (l.grad_loss != nullptr ? double(l.grad_loss[i]) : double(l.spec.outputs.loss)) * r.loss[i];
             if (l.grad_lse != nullptr) sum += double(l.grad_lse[i]) * r.lse[i];
-            if (l.grad_logprob != nullptr) sum += double(l.grad_logprob[i]) * r.logprob[i];
+            if (l.grad_logprobs != nullptr) sum += double(l.grad_logprobs[i]) * r.logprobs[i];
             if (l.grad_entropy != nullptr) sum += double(l.grad_entropy[i]) * r.entropy[i];
         }
         if (l.reduction != Reduction::none)
@@ -142,7 +142,7 @@ constexpr NamedSpec kSpecs[] = {
     {"z_loss", [](Spec& s) { s.z_loss = 0.1; }},
     {"class_weight", [](Spec& s) { s.class_weight = true; }},
     {"lse", [](Spec& s) { s.outputs = {false, true, false, false}; }},
-    {"logprob", [](Spec& s) { s.outputs = {false, false, true, false}; }},
+    {"logprobs", [](Spec& s) { s.outputs = {false, false, true, false}; }},
     {"entropy", [](Spec& s) { s.outputs = {false, false, false, true}; }},
     {"temperature", [](Spec& s) { s.temperature = true; }},
     {"temperature_softcap", [](Spec& s) { s.temperature = true, s.softcap = 2.0, s.outputs = {true, true, true, true}; }},
@@ -177,8 +177,8 @@ TEST(Oracle, Dft_WeighsTokensByTheirProbabilities) {
     const Result result = with_dft.run();
     spec.dft = false;
     DoubleLayer weighted(make_problem(spec, options));
-    for (std::size_t i = 0; i < result.logprob.size(); ++i) {
-        weighted.problem.token_weight[i] *= static_cast<float>(std::exp(result.logprob[i]));
+    for (std::size_t i = 0; i < result.logprobs.size(); ++i) {
+        weighted.problem.token_weight[i] *= static_cast<float>(std::exp(result.logprobs[i]));
     }
     const Result expected = weighted.run();
     for (std::size_t i = 0; i < result.loss.size(); ++i) EXPECT_NEAR(result.loss[i], expected.loss[i], 1e-6);
@@ -206,7 +206,7 @@ TEST(Oracle, TwoClasses_ByHand) {
     const Result r = layer.run();
     EXPECT_NEAR(r.lse[0], std::log(4.0), 1e-15);
     EXPECT_NEAR(r.reduced_loss, std::log(4.0), 1e-15);
-    EXPECT_NEAR(r.logprob[0], -std::log(4.0), 1e-15);
+    EXPECT_NEAR(r.logprobs[0], -std::log(4.0), 1e-15);
     EXPECT_NEAR(r.entropy[0], 0.25 * std::log(4.0) + 0.75 * std::log(4.0 / 3.0), 1e-15);
     EXPECT_NEAR(r.log_sum_sq_probs[0], std::log(10.0 / 16.0), 1e-15);
     EXPECT_EQ(r.top1[0], 1.0);
@@ -261,7 +261,7 @@ protected:
         layer.problem.target = {5, 0, -100, 3, 3};
         layer.problem.grad_loss = {1.5F};
         layer.problem.grad_lse = {0.5F, -0.25F, 9.0F, 1.0F, -0.5F};
-        layer.problem.grad_logprob = {0.25F, 0.5F, 9.0F, -0.75F, 1.0F};
+        layer.problem.grad_logprobs = {0.25F, 0.5F, 9.0F, -0.75F, 1.0F};
         layer.problem.grad_entropy = {-0.5F, 1.0F, 9.0F, 0.25F, 0.75F};
         return layer;
     }
@@ -276,7 +276,7 @@ TEST_F(OracleTorch, Outputs_Agree) {
     EXPECT_NEAR(r.reduced_loss, 2.680502159606813, 1e-14);
     EXPECT_NEAR(r.reduced_z_loss, 0.24587391636697192, 1e-14);
     expect_near(r.lse, {1.9142525351922721, 1.8292379944476238, 0.0, 2.052256750841824, 2.1245466498266294});
-    expect_near(r.logprob, {-2.8261543308161823, -3.113414443687242, 0.0, -3.1560349539150456, -1.1941793145795314});
+    expect_near(r.logprobs, {-2.8261543308161823, -3.113414443687242, 0.0, -3.1560349539150456, -1.1941793145795314});
     expect_near(r.entropy, {1.6102429124642406, 1.5578533066850861, 0.0, 1.5974877056759245, 1.5882862994346927});
 }
 

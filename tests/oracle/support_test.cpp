@@ -146,7 +146,7 @@ struct Judged : testing::TestWithParam<DType> {
         return {.loss = {r.reduced_loss},
                 .z_loss = {r.reduced_z_loss},
                 .lse = r.lse,
-                .logprob = r.logprob,
+                .logprobs = r.logprobs,
                 .entropy = r.entropy,
                 .log_sum_sq_probs = r.log_sum_sq_probs,
                 .top1 = r.top1,
@@ -176,7 +176,7 @@ TEST_P(Judged, ReferenceErrors_AreOfTheDtypesSize) {
 }
 
 TEST_P(Judged, OneWrongRow_Fails) {
-    for (auto field : {&KernelOutputs::lse, &KernelOutputs::logprob, &KernelOutputs::entropy, &KernelOutputs::log_sum_sq_probs,
+    for (auto field : {&KernelOutputs::lse, &KernelOutputs::logprobs, &KernelOutputs::entropy, &KernelOutputs::log_sum_sq_probs,
                        &KernelOutputs::grad_hidden, &KernelOutputs::grad_weight, &KernelOutputs::grad_bias}) {
         KernelOutputs got = outputs_of(yardstick.result);
         std::vector<double>& values = got.*field;
@@ -291,7 +291,7 @@ TEST(Problem, Saturated_LogitsReachTenThousand) {
     const Problem p = make_problem(spec, {.num_tokens = 10, .ignored = Ignored::none, .logits = Logits::saturated});
     const Result r = oracle(layer_of(p), select_all(p));
     for (double lse : r.lse) EXPECT_NEAR(lse, 1e4, 50);
-    EXPECT_LT(*std::min_element(r.logprob.begin(), r.logprob.end()), -1.9e4);
+    EXPECT_LT(*std::min_element(r.logprobs.begin(), r.logprobs.end()), -1.9e4);
 }
 
 }  // namespace

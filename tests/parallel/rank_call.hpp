@@ -58,7 +58,7 @@ inline std::vector<std::byte> summed_grad_hidden(const ShardedRun& run, const Sp
 /// All that a rank's step wrote, but for grad_hidden, which is a sum over ranks.
 inline void expect_results_of(const KernelRun& run, const KernelRun& by_hand, std::size_t rank) {
     const auto right = by_hand.bytes();
-    for (const char* name : {"loss", "z_loss", "lse", "logprob", "entropy", "top1", "log_sum_sq_probs", "teacher_logprobs",
+    for (const char* name : {"loss", "z_loss", "lse", "logprobs", "entropy", "top1", "log_sum_sq_probs", "teacher_logprobs",
                              "target_class_weight", "class_weight_total", "invalid_label", "grad_weight", "grad_bias"}) {
         if (!right.contains(name)) continue;
         EXPECT_TRUE(run.bytes_of(name) == right.at(name)) << name << " of rank " << rank;

@@ -27,8 +27,8 @@ struct Case {
 };
 
 constexpr Case kCases[] = {
-    {"plain", [](Spec& s) { s.outputs.logprob = s.outputs.entropy = true; }},
-    {"logprob", [](Spec& s) { s.outputs = {.loss = false, .logprob = true}; }},
+    {"plain", [](Spec& s) { s.outputs.logprobs = s.outputs.entropy = true; }},
+    {"logprobs", [](Spec& s) { s.outputs = {.loss = false, .logprobs = true}; }},
     {"hidden_major_bias",
      [](Spec& s) {
          s.layout = WeightLayout::hidden_major;
@@ -55,7 +55,7 @@ Problem picked(const Problem& pool, const std::vector<std::int64_t>& order) {
                         values.begin() + static_cast<std::ptrdiff_t>(i) * width);
     };
     pick(p.hidden, kHidden);
-    for (auto* values : {&p.temperature, &p.token_weight, &p.grad_loss, &p.grad_lse, &p.grad_logprob, &p.grad_entropy}) pick(*values, 1);
+    for (auto* values : {&p.temperature, &p.token_weight, &p.grad_loss, &p.grad_lse, &p.grad_logprobs, &p.grad_entropy}) pick(*values, 1);
     pick(p.target, 1);
     pick(p.teacher_ids, p.spec.teacher_top_k);
     pick(p.teacher_probs, p.spec.teacher_top_k);
@@ -75,7 +75,7 @@ std::vector<TokenOutputs> token_outputs(const Spec& spec) {
     return {{"loss", &KernelOutputs::loss, 1},
             {"z_loss", &KernelOutputs::z_loss, 1},
             {"lse", &KernelOutputs::lse, 1},
-            {"logprob", &KernelOutputs::logprob, 1},
+            {"logprobs", &KernelOutputs::logprobs, 1},
             {"entropy", &KernelOutputs::entropy, 1},
             {"log_sum_sq_probs", &KernelOutputs::log_sum_sq_probs, 1},
             {"teacher_logprobs", &KernelOutputs::teacher_logprobs, spec.teacher_top_k},

@@ -43,8 +43,8 @@ double distance(const std::vector<double>& a, const std::vector<double>& b) {
 
 using Member = std::vector<double> KernelOutputs::*;
 constexpr std::pair<const char*, Member> kOutputs[] = {
-    {"loss", &KernelOutputs::loss},       {"z_loss", &KernelOutputs::z_loss},   {"lse", &KernelOutputs::lse},
-    {"logprob", &KernelOutputs::logprob}, {"entropy", &KernelOutputs::entropy}, {"log_sum_sq_probs", &KernelOutputs::log_sum_sq_probs}};
+    {"loss", &KernelOutputs::loss},         {"z_loss", &KernelOutputs::z_loss},   {"lse", &KernelOutputs::lse},
+    {"logprobs", &KernelOutputs::logprobs}, {"entropy", &KernelOutputs::entropy}, {"log_sum_sq_probs", &KernelOutputs::log_sum_sq_probs}};
 constexpr std::pair<const char*, Member> kGradients[] = {
     {"grad_hidden", &KernelOutputs::grad_hidden}, {"grad_weight", &KernelOutputs::grad_weight}, {"grad_bias", &KernelOutputs::grad_bias}};
 
@@ -97,7 +97,7 @@ TEST_P(Invariants, PermutedTokens_PermutedOutputs) {
     permute(q.teacher_probs, p.teacher_probs, spec().teacher_top_k);
     permute(q.grad_loss, p.grad_loss, 1);
     permute(q.grad_lse, p.grad_lse, 1);
-    permute(q.grad_logprob, p.grad_logprob, 1);
+    permute(q.grad_logprobs, p.grad_logprobs, 1);
     permute(q.grad_entropy, p.grad_entropy, 1);
     const KernelOutputs a = outputs_of(target(), p);
     const KernelOutputs b = outputs_of(target(), q);
@@ -210,7 +210,7 @@ TEST_P(Invariants, Microbatches_AddUpToTheWhole) {
         for (const Member reduced : {&KernelOutputs::loss, &KernelOutputs::z_loss}) {
             for (std::size_t i = 0; i < (sum.*reduced).size(); ++i) (sum.*reduced)[i] += (got.*reduced)[i];
         }
-        for (const Member of_token : {&KernelOutputs::lse, &KernelOutputs::logprob, &KernelOutputs::entropy,
+        for (const Member of_token : {&KernelOutputs::lse, &KernelOutputs::logprobs, &KernelOutputs::entropy,
                                       &KernelOutputs::log_sum_sq_probs, &KernelOutputs::grad_hidden}) {
             (sum.*of_token).insert((sum.*of_token).end(), (got.*of_token).begin(), (got.*of_token).end());
         }
@@ -233,7 +233,7 @@ TEST_P(Invariants, OtherLayout_SameResults) {
 TEST_P(Invariants, ScaledUpstream_ScaledGradients) {
     Problem p = make_problem(spec(), {.num_tokens = 130, .reduction = Reduction::none});
     const KernelOutputs a = outputs_of(target(), p);
-    for (auto* values : {&p.grad_loss, &p.grad_lse, &p.grad_logprob, &p.grad_entropy}) {
+    for (auto* values : {&p.grad_loss, &p.grad_lse, &p.grad_logprobs, &p.grad_entropy}) {
         for (float& v : *values) v *= 4.0F;
     }
     KernelOutputs b = outputs_of(target(), p);

@@ -80,22 +80,22 @@ TEST_F(RecordStoreTest, OtherKernelsOrMemory_FartherThanOwn) {
     (void)records.save(record_of(key_at(64), {{"few", {1}}}));
     EXPECT_EQ(records.plans(key_at(4096)).front().best(), "few");
     (void)records.save(record_of(key_at({.scratch_bytes = 1 << 20, .num_tokens = 4096}), {{"narrow", {1}}}));
-    (void)records.save(record_of(key_at({.limit_bytes = 1 << 30, .num_tokens = 4096}), {{"limited", {1}}}));
+    (void)records.save(record_of(key_at({.workspace_limit_bytes = 1 << 30, .num_tokens = 4096}), {{"limited", {1}}}));
     EXPECT_EQ(records.plans(key_at(4096)).front().best(), "narrow");
-    EXPECT_EQ(records.plans(key_at({.limit_bytes = 2LL << 30, .num_tokens = 4096})).front().best(), "limited");
+    EXPECT_EQ(records.plans(key_at({.workspace_limit_bytes = 2LL << 30, .num_tokens = 4096})).front().best(), "limited");
     EXPECT_FALSE(records.plans(key_at(4096)).front().other_kernels);
 }
 
 TEST_F(RecordStoreTest, WhatIsRetainedAndTheDistance_ComeBeforeALimitAndAPlace) {
-    const PlanRequest narrow{.limit_bytes = 1 << 20, .num_tokens = 4096};
-    const PlanRequest wide{.limit_bytes = 1 << 30, .num_tokens = 4096};
+    const PlanRequest narrow{.workspace_limit_bytes = 1 << 20, .num_tokens = 4096};
+    const PlanRequest wide{.workspace_limit_bytes = 1 << 30, .num_tokens = 4096};
     RecordStore records = store();
     (void)records.save(record_of(key_at(narrow), {{"narrow", {1}}}));
     (void)records.save(record_of(key_at(wide, kNothingRetained), {{"nothing retained", {1}}}));
     EXPECT_EQ(records.plans(key_at(wide)).front().best(), "narrow");
     const TemporaryDirectory team;
     RecordStore teams({.directory = team.path(), .shipped = false});
-    (void)teams.save(record_of(key_at({.limit_bytes = 1 << 20, .num_tokens = 64}), {{"the team's", {1}}}));
+    (void)teams.save(record_of(key_at({.workspace_limit_bytes = 1 << 20, .num_tokens = 64}), {{"the team's", {1}}}));
     EXPECT_EQ(store({team.path()}).plans(key_at(wide)).front().best(), "narrow") << "a first place has a record of other calls";
 }
 

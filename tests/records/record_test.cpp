@@ -18,7 +18,7 @@ using testing::HasSubstr;
 const std::vector<double> kFive{5, 5, 5, 5, 5};
 
 TEST(Record, Text_ReadsBackEqual) {
-    Record record = record_of(key_at({.scratch_bytes = 1 << 20, .limit_bytes = 1 << 30, .num_tokens = 4096}, kNothingRetained),
+    Record record = record_of(key_at({.scratch_bytes = 1 << 20, .workspace_limit_bytes = 1 << 30, .num_tokens = 4096}, kNothingRetained),
                               {{"a", {1.25, 1.5}}, {"b", {2}}});
     record.candidates["c"] = {
         .rank = 7, .outcome = Outcome::hung, .why = "no answer in 3 s \"\xff\"", .workspace_bytes = 10, .retained_bytes = 20};
@@ -41,7 +41,7 @@ TEST(Record, KeyFields_EachMakesAnotherDigest) {
     others[4].spec = "D=8,V=16";
     others[5].request.num_tokens = 64;
     others[6].request.scratch_bytes = 1;
-    others[7].request.limit_bytes = 1;
+    others[7].request.workspace_limit_bytes = 1;
     others[8].policy = "once";
     others[9].retained = kNothingRetained;
     std::vector<std::string> digests{base.digest()};
@@ -235,7 +235,7 @@ TEST(Record, BadText_ReasonAndNoRecord) {
     expect_bad("{}", "schema");
     expect_bad(std::string(1 << 20, '['), "JSON");
     expect_bad("{\"schema\":" + std::string(1 << 19, '[') + std::string(1 << 19, ']') + "}", "deep");
-    expect_bad(replaced("\"schema\": 1", "\"schema\": 2"), "schema");
+    expect_bad(replaced("\"schema\": 2", "\"schema\": 1"), "schema");
     expect_bad(replaced("V=151936", "V=151937"), "subject");
     expect_bad(replaced("\"outcome\":\"ok\"", "\"outcome\":\"good\""), "outcome");
     expect_bad(replaced("[5.0,", "[-5.0,"), "milliseconds");

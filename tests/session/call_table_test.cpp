@@ -59,7 +59,7 @@ class CallTable : public testing::Test {
 protected:
     RecordingKernel kernel_{
         parse_spec("D=16,V=50,padded_vocab_size=64,dtype=bf16,grad_weight_dtype=fp32,bias,class_weight,temperature,token_weight,"
-                   "outputs=loss+lse+logprob+entropy+top1+log_sum_sq_probs"),
+                   "outputs=loss+lse+logprobs+entropy+top1+log_sum_sq_probs"),
         describe_device("x86-64-v3")};
     /// A teacher is not together with class weights.
     RecordingKernel teacher_{parse_spec("D=16,V=50,dtype=bf16,teacher_top_k=3,outputs=loss"), describe_device("x86-64-v3")};

@@ -17,7 +17,7 @@ constexpr std::int64_t kHidden = 16;
 constexpr std::int64_t kVocab = 50;
 constexpr std::int64_t kPadded = 64;
 constexpr char kSpec[] =
-    "D=16,V=50,padded_vocab_size=64,dtype=bf16,grad_weight_dtype=fp32,bias,class_weight,outputs=loss+lse+logprob+entropy";
+    "D=16,V=50,padded_vocab_size=64,dtype=bf16,grad_weight_dtype=fp32,bias,class_weight,outputs=loss+lse+logprobs+entropy";
 
 /// Addresses that are never followed: each tensor has a megabyte of its own.
 void* address(int number, std::uintptr_t offset = 0) {
@@ -35,7 +35,7 @@ ForwardArgs forward_args(std::int64_t n = kTokens) {
             .loss = V::scalar(address(6), ScalarType::fp32),
             .z_loss = V::scalar(address(7), ScalarType::fp32),
             .lse = V::vector(address(8), ScalarType::fp32, n),
-            .logprob = V::vector(address(9), ScalarType::fp32, n),
+            .logprobs = V::vector(address(9), ScalarType::fp32, n),
             .entropy = V::vector(address(10), ScalarType::fp32, n),
             .invalid_label = V::scalar(address(11), ScalarType::uint64)};
 }
@@ -53,7 +53,7 @@ BackwardArgs backward_args(std::int64_t n = kTokens) {
             .entropy = f.entropy,
             .grad_loss = V::scalar(address(20), ScalarType::fp32),
             .grad_lse = V::vector(address(21), ScalarType::fp32, n),
-            .grad_logprob = V::vector(address(22), ScalarType::fp32, n),
+            .grad_logprobs = V::vector(address(22), ScalarType::fp32, n),
             .grad_entropy = V::vector(address(23), ScalarType::fp32, n),
             .grad_hidden = V::matrix(address(24), ScalarType::bf16, n, kHidden),
             .grad_weight = V::matrix(address(25), ScalarType::fp32, kPadded, kHidden),
@@ -107,7 +107,7 @@ TEST_F(KernelArguments, Forward_FillsEverySlot) {
     EXPECT_EQ(kernel_.slot(Slot::workspace), number(workspace().data));
     const std::pair<Slot, int> tensors[] = {{Slot::hidden, 0},       {Slot::weight, 1},    {Slot::bias, 2},     {Slot::class_weight, 3},
                                             {Slot::target, 4},       {Slot::num_valid, 5}, {Slot::loss, 6},     {Slot::z_loss, 7},
-                                            {Slot::lse, 8},          {Slot::logprob, 9},   {Slot::entropy, 10}, {Slot::invalid_label, 11},
+                                            {Slot::lse, 8},          {Slot::logprobs, 9},  {Slot::entropy, 10}, {Slot::invalid_label, 11},
                                             {Slot::grad_hidden, -1}, {Slot::grad_loss, -1}};
     for (const auto& [slot, which] : tensors) EXPECT_EQ(kernel_.slot(slot), which < 0 ? 0 : number(address(which)));
 }
@@ -120,20 +120,20 @@ TEST_F(KernelArguments, Backward_FillsEverySlot) {
     EXPECT_TRUE(kernel_.ran_backward);
     EXPECT_EQ(kernel_.slot(Slot::target_bits), 32);
     EXPECT_EQ(kernel_.slot(Slot::num_valid_code), static_cast<int>(CountCode::int64));
-    const std::pair<Slot, int> tensors[] = {{Slot::lse, 8},          {Slot::entropy, 10},      {Slot::grad_loss, 20},
-                                            {Slot::grad_lse, 21},    {Slot::grad_logprob, 22}, {Slot::grad_entropy, 23},
-                                            {Slot::grad_hidden, 24}, {Slot::grad_weight, 25},  {Slot::grad_bias, 26},
+    const std::pair<Slot, int> tensors[] = {{Slot::lse, 8},          {Slot::entropy, 10},       {Slot::grad_loss, 20},
+                                            {Slot::grad_lse, 21},    {Slot::grad_logprobs, 22}, {Slot::grad_entropy, 23},
+                                            {Slot::grad_hidden, 24}, {Slot::grad_weight, 25},   {Slot::grad_bias, 26},
                                             {Slot::loss, -1},        {Slot::invalid_label, -1}};
     for (const auto& [slot, which] : tensors) EXPECT_EQ(kernel_.slot(slot), which < 0 ? 0 : number(address(which)));
 }
 
 TEST_F(KernelArguments, OptionalTensorsAbsent_Accepted) {
     ForwardArgs args = forward_args();
-    args.num_valid = args.loss = args.z_loss = args.logprob = args.entropy = args.invalid_label = {};
+    args.num_valid = args.loss = args.z_loss = args.logprobs = args.entropy = args.invalid_label = {};
     kernel_.forward(args, workspace());
     EXPECT_EQ(kernel_.slot(Slot::num_valid), 0);
     BackwardArgs back = backward_args();
-    back.num_valid = back.entropy = back.grad_loss = back.grad_lse = back.grad_logprob = back.grad_entropy = {};
+    back.num_valid = back.entropy = back.grad_loss = back.grad_lse = back.grad_logprobs = back.grad_entropy = {};
     back.grad_hidden = back.grad_weight = {};
     kernel_.backward(back, workspace());
     EXPECT_EQ(kernel_.runs, 2);
@@ -141,7 +141,7 @@ TEST_F(KernelArguments, OptionalTensorsAbsent_Accepted) {
 
 TEST_F(KernelArguments, NoTokens_LegalWithNullData) {
     ForwardArgs args = forward_args(0);
-    args.hidden.data = args.target.data = args.lse.data = args.logprob.data = args.entropy.data = nullptr;
+    args.hidden.data = args.target.data = args.lse.data = args.logprobs.data = args.entropy.data = nullptr;
     kernel_.forward(args, {});
     BackwardArgs back = backward_args(0);
     back.hidden.data = back.target.data = back.lse.data = back.grad_hidden.data = nullptr;
@@ -178,7 +178,7 @@ const Member<ForwardArgs> kForwardMembers[] = {
     {"bias", &ForwardArgs::bias, true, ScalarType::fp32},        {"class_weight", &ForwardArgs::class_weight, true, ScalarType::bf16},
     {"target", &ForwardArgs::target, true, ScalarType::fp32},    {"num_valid", &ForwardArgs::num_valid, false, ScalarType::bf16},
     {"loss", &ForwardArgs::loss, false, ScalarType::bf16},       {"z_loss", &ForwardArgs::z_loss, false, ScalarType::int32},
-    {"lse", &ForwardArgs::lse, true, ScalarType::bf16},          {"logprob", &ForwardArgs::logprob, false, ScalarType::bf16},
+    {"lse", &ForwardArgs::lse, true, ScalarType::bf16},          {"logprobs", &ForwardArgs::logprobs, false, ScalarType::bf16},
     {"entropy", &ForwardArgs::entropy, false, ScalarType::bf16}, {"invalid_label", &ForwardArgs::invalid_label, false, ScalarType::int32},
 };
 const Member<BackwardArgs> kBackwardMembers[] = {
@@ -191,7 +191,7 @@ const Member<BackwardArgs> kBackwardMembers[] = {
     {"lse", &BackwardArgs::lse, true, ScalarType::bf16},
     {"grad_loss", &BackwardArgs::grad_loss, false, ScalarType::bf16},
     {"grad_lse", &BackwardArgs::grad_lse, false, ScalarType::bf16},
-    {"grad_logprob", &BackwardArgs::grad_logprob, false, ScalarType::bf16},
+    {"grad_logprobs", &BackwardArgs::grad_logprobs, false, ScalarType::bf16},
     {"grad_entropy", &BackwardArgs::grad_entropy, false, ScalarType::bf16},
     {"grad_hidden", &BackwardArgs::grad_hidden, false, ScalarType::fp32},
     {"grad_weight", &BackwardArgs::grad_weight, false, ScalarType::bf16},
@@ -277,13 +277,13 @@ TEST_F(KernelArguments, RowTensors_SixteenByteAligned) {
 TEST_F(KernelArguments, NotInTheSpec_Refused) {
     const auto strip = [](auto& a) { a.bias = a.class_weight = {}; };
     const auto forward = [&](auto change) {
-        return forward_refusal([&](ForwardArgs& a) { strip(a), a.logprob = a.entropy = {}, change(a); }, &plain_);
+        return forward_refusal([&](ForwardArgs& a) { strip(a), a.logprobs = a.entropy = {}, change(a); }, &plain_);
     };
     const auto backward = [&](auto change) {
         return backward_refusal(
             [&](BackwardArgs& a) {
                 strip(a);
-                a.entropy = a.grad_lse = a.grad_logprob = a.grad_entropy = a.grad_bias = {};
+                a.entropy = a.grad_lse = a.grad_logprobs = a.grad_entropy = a.grad_bias = {};
                 a.grad_weight.dtype = ScalarType::bf16;
                 change(a);
             },
@@ -295,18 +295,18 @@ TEST_F(KernelArguments, NotInTheSpec_Refused) {
     const BackwardArgs b = backward_args();
     EXPECT_THAT(forward([&](ForwardArgs& a) { a.bias = f.bias; }), HasSubstr("bias is given, but the spec has no bias"));
     EXPECT_THAT(forward([&](ForwardArgs& a) { a.class_weight = f.class_weight; }), HasSubstr("the spec has no class_weight"));
-    EXPECT_THAT(forward([&](ForwardArgs& a) { a.logprob = f.logprob; }), HasSubstr("spec.outputs has no logprob"));
+    EXPECT_THAT(forward([&](ForwardArgs& a) { a.logprobs = f.logprobs; }), HasSubstr("spec.outputs has no logprobs"));
     EXPECT_THAT(forward([&](ForwardArgs& a) { a.entropy = f.entropy; }), HasSubstr("spec.outputs has no entropy"));
     EXPECT_THAT(backward([&](BackwardArgs& a) { a.entropy = b.entropy; }), HasSubstr("spec.outputs has no entropy"));
     EXPECT_THAT(backward([&](BackwardArgs& a) { a.grad_lse = b.grad_lse; }), HasSubstr("spec.outputs has no lse"));
-    EXPECT_THAT(backward([&](BackwardArgs& a) { a.grad_logprob = b.grad_logprob; }), HasSubstr("spec.outputs has no logprob"));
+    EXPECT_THAT(backward([&](BackwardArgs& a) { a.grad_logprobs = b.grad_logprobs; }), HasSubstr("spec.outputs has no logprobs"));
     EXPECT_THAT(backward([&](BackwardArgs& a) { a.grad_entropy = b.grad_entropy; }), HasSubstr("spec.outputs has no entropy"));
     EXPECT_THAT(backward([&](BackwardArgs& a) { a.grad_bias = b.grad_bias; }), HasSubstr("the spec has no bias"));
 
     EXPECT_THAT(forward([&](ForwardArgs& a) { a.bias.data = f.bias.data; }), HasSubstr("bias is given"))
         << "with data, though marked absent";
 
-    RecordingKernel no_loss{parse_spec("D=16,V=50,padded_vocab_size=64,dtype=bf16,outputs=logprob"), describe_device("x86-64-v3")};
+    RecordingKernel no_loss{parse_spec("D=16,V=50,padded_vocab_size=64,dtype=bf16,outputs=logprobs"), describe_device("x86-64-v3")};
     EXPECT_THAT(forward_refusal([&](ForwardArgs& a) { strip(a), a.entropy = {}; }, &no_loss), HasSubstr("spec.outputs has no loss"));
 }
 
@@ -386,7 +386,7 @@ TEST_F(KernelArguments, Retained_SizeAlignmentPlaceAndOverlap) {
 
 TEST_F(KernelArguments, HiddenMajorWeight_ItsShape) {
     RecordingKernel kernel{parse_spec("D=16,V=50,padded_vocab_size=64,dtype=bf16,layout=hidden_major"), describe_device("x86-64-v3")};
-    const auto bare = [](ForwardArgs& a) { a.bias = a.class_weight = a.logprob = a.entropy = {}; };
+    const auto bare = [](ForwardArgs& a) { a.bias = a.class_weight = a.logprobs = a.entropy = {}; };
     EXPECT_THAT(forward_refusal(bare, &kernel),
                 HasSubstr("weight.shape is [64, 16]; it must be [16, 64] = [hidden_size, padded_vocab_size]"));
     EXPECT_EQ(forward_refusal(

@@ -179,14 +179,14 @@ TEST_F(SessionRecordsTest, AllExponentialsInTheirOwnMemory_RecordsOfThatAlone) {
     constexpr std::int64_t kLimit = std::int64_t{4} << 30;
     const auto candidates = candidate_plans(spec, h200);
     const auto save = [&](std::int64_t limit, const Plan& plan) {
-        Record record{.key = record_key(spec, h200, {.limit_bytes = limit, .num_tokens = 4096})};
+        Record record{.key = record_key(spec, h200, {.workspace_limit_bytes = limit, .num_tokens = 4096})};
         record.candidates[plan.text()].times_ms["run"] = {3.5};
         (void)RecordStore({.directory = directory_.path() / "records", .shipped = false}).save(record);
     };
     const auto chosen = [&](std::int64_t limit) {
         return session().choose_plan(spec, h200, {.workspace_limit_bytes = limit, .num_tokens = 4096}).plan;
     };
-    const Plan apart = choose_plan(spec, h200, {.limit_bytes = kLimit, .num_tokens = 4096});
+    const Plan apart = choose_plan(spec, h200, {.workspace_limit_bytes = kLimit, .num_tokens = 4096});
     save(0, candidates.at(3));
     EXPECT_EQ(chosen(0), candidates.at(3));
     EXPECT_EQ(chosen(128 << 20), candidates.at(3)) << "a limit that grad_weight's memory is lent under";
@@ -220,7 +220,7 @@ TEST_F(SessionRecordsTest, LimitOfASpecWithImpliedFields_SamePlanInSessionAndPre
     const auto candidates = candidate_plans(spec.normalized(), machine_.gpus[0]);
     ASSERT_EQ(candidates.front().path, PlanPath::cuda_sm80);
     for (const auto& [limit, which] : {std::pair{std::int64_t{1} << 30, 1}, {std::int64_t{1} << 40, 2}}) {
-        Record record{.key = record_key(spec.normalized(), machine_.gpus[0], {.limit_bytes = limit, .num_tokens = 4096})};
+        Record record{.key = record_key(spec.normalized(), machine_.gpus[0], {.workspace_limit_bytes = limit, .num_tokens = 4096})};
         record.candidates[candidates.at(static_cast<std::size_t>(which)).text()].times_ms["run"] = {3.5};
         (void)RecordStore({.directory = directory_.path() / "records", .shipped = false}).save(record);
     }

@@ -29,13 +29,13 @@ void expect(const Retained& retained, RetainedPlace place, std::size_t bytes) {
 TEST(RetainedChoice, WithoutALimit_GradWeightsMemoryOrNothing) {
     expect(chosen(500 << 20, 0), RetainedPlace::grad_weight, 500 << 20);
     expect(chosen(0, 0), RetainedPlace::own, 0);
-    expect(chosen(500 << 20, 0, {.lend_grad_weight = false}), RetainedPlace::own, 0);
+    expect(chosen(500 << 20, 0, {.retain_in_grad_weight = false}), RetainedPlace::own, 0);
 }
 
 TEST(RetainedChoice, LimitThatLeavesMore_MemoryOfItsOwn) {
     expect(chosen(500 << 20, 600 << 20), RetainedPlace::own, 600 << 20);
     expect(chosen(500 << 20, 510 << 20), RetainedPlace::grad_weight, 500 << 20);  // hardly more is not worth it
-    expect(chosen(500 << 20, 510 << 20, {.lend_grad_weight = false}), RetainedPlace::own, 510 << 20);
+    expect(chosen(500 << 20, 510 << 20, {.retain_in_grad_weight = false}), RetainedPlace::own, 510 << 20);
     expect(chosen(2000 << 20, 3000LL << 20), RetainedPlace::grad_weight, 2000 << 20);  // holds all of it
     expect(chosen(0, 3000LL << 20), RetainedPlace::own, kMost);
     expect(chosen(0, (600 << 20) + 9), RetainedPlace::own, 600 << 20);

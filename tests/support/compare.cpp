@@ -184,7 +184,7 @@ std::vector<Judgement> judge(const Problem& p, const Selection& selection, const
         }
     }
     per_token("lse", got.lse, truth.lse, ref.lse, budgets.lse);
-    per_token("logprob", got.logprob, truth.logprob, ref.logprob, budgets.logprob);
+    per_token("logprobs", got.logprobs, truth.logprobs, ref.logprobs, budgets.logprobs);
     per_token("entropy", got.entropy, truth.entropy, ref.entropy, budgets.entropy);
     per_token("log_sum_sq_probs", got.log_sum_sq_probs, truth.log_sum_sq_probs, ref.log_sum_sq_probs, budgets.log_sum_sq_probs);
     if (!got.teacher_logprobs.empty()) {

@@ -12,7 +12,7 @@ namespace flce::test {
 struct KernelOutputs {
     std::vector<double> loss;  ///< [tokens] for Reduction::none, else one
     std::vector<double> z_loss;
-    std::vector<double> lse, logprob, entropy, log_sum_sq_probs;
+    std::vector<double> lse, logprobs, entropy, log_sum_sq_probs;
     std::vector<double> top1;              ///< classes
     std::vector<double> teacher_logprobs;  ///< [tokens, K]
     std::vector<double> grad_hidden, grad_weight, grad_bias;

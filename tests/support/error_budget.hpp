@@ -21,11 +21,11 @@ struct Budget {
 
 /// Absolute errors for a Selection, in its order. For gradients: errors of a row's Euclidean norm (of the number itself for a bias).
 struct Budgets {
-    std::vector<Budget> loss, z_loss, lse, logprob, entropy, log_sum_sq_probs;  ///< [tokens]
-    std::vector<Budget> logit;                                                  ///< [tokens], for any logit of a token
-    std::vector<Budget> teacher_logprobs;                                       ///< [tokens]
-    std::vector<Budget> grad_hidden;                                            ///< [tokens]
-    std::vector<Budget> grad_weight, grad_bias;                                 ///< [vocab]
+    std::vector<Budget> loss, z_loss, lse, logprobs, entropy, log_sum_sq_probs;  ///< [tokens]
+    std::vector<Budget> logit;                                                   ///< [tokens], for any logit of a token
+    std::vector<Budget> teacher_logprobs;                                        ///< [tokens]
+    std::vector<Budget> grad_hidden;                                             ///< [tokens]
+    std::vector<Budget> grad_weight, grad_bias;                                  ///< [vocab]
     // further errors of gradients made of retained exponentials, with label smoothing; else empty
     std::vector<Budget> retained_hidden;                 ///< [tokens]
     std::vector<Budget> retained_weight, retained_bias;  ///< [vocab]

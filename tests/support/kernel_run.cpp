@@ -12,7 +12,7 @@ namespace flce::test {
 namespace {
 
 /// Outputs that a call of forward, or of merge, writes.
-constexpr const char* kOutputs[] = {"loss",         "z_loss", "lse", "logprob", "entropy", "top1", "log_sum_sq_probs", "teacher_logprobs",
+constexpr const char* kOutputs[] = {"loss",         "z_loss", "lse", "logprobs", "entropy", "top1", "log_sum_sq_probs", "teacher_logprobs",
                                     "invalid_label"};
 
 constexpr float kPadding = 6e4F;  // in every dtype's range; a logit made of it would outweigh all others
@@ -144,7 +144,7 @@ void KernelRun::add_inputs() {
     };
     if (spec.outputs.loss && !problem_.grad_loss.empty()) input("grad_loss", flce::test::bytes_of(problem_.grad_loss), 4);
     if (spec.outputs.lse) upstream("grad_lse", problem_.grad_lse);
-    if (spec.outputs.logprob) upstream("grad_logprob", problem_.grad_logprob);
+    if (spec.outputs.logprobs) upstream("grad_logprobs", problem_.grad_logprobs);
     if (spec.outputs.entropy && problem_.options.entropy_upstream) upstream("grad_entropy", problem_.grad_entropy);
 }
 
@@ -155,7 +155,7 @@ void KernelRun::add_outputs() {
     if (spec.outputs.loss) output("loss", losses * 4, 4);
     if (spec.outputs.loss && spec.z_loss > 0) output("z_loss", losses * 4, 4);
     output("lse", n * 4, 4);
-    if (spec.outputs.logprob) output("logprob", n * 4, 4);
+    if (spec.outputs.logprobs) output("logprobs", n * 4, 4);
     if (spec.outputs.entropy) output("entropy", n * 4, 4);
     if (spec.outputs.top1) output("top1", n * 8, 8);
     if (spec.outputs.log_sum_sq_probs) output("log_sum_sq_probs", n * 4, 4);
@@ -346,7 +346,7 @@ KernelOutputs KernelRun::outputs(const Selection& selection) const {
     out.loss = losses("loss");
     out.z_loss = losses("z_loss");
     out.lse = tokens("lse");
-    out.logprob = tokens("logprob");
+    out.logprobs = tokens("logprobs");
     out.entropy = tokens("entropy");
     out.log_sum_sq_probs = tokens("log_sum_sq_probs");
     if (written("teacher_logprobs")) {
@@ -440,7 +440,7 @@ std::string KernelRun::ignored_violation() const {
         check("loss", 4);
         check("z_loss", 4);
     }
-    for (const char* name : {"lse", "logprob", "entropy", "log_sum_sq_probs"}) check(name, 4);
+    for (const char* name : {"lse", "logprobs", "entropy", "log_sum_sq_probs"}) check(name, 4);
     check("teacher_logprobs", static_cast<std::size_t>(problem_.spec.teacher_top_k) * 4);
     check("grad_hidden", row);
     return text;

@@ -72,7 +72,7 @@ public:
         sum += g / divide_.z_loss * spec.z_loss * 2 * token.lse * p;
         sum += upstream(layer_.grad_lse, token.index, 0) * p;
         // log p_y
-        sum += upstream(layer_.grad_logprob, token.index, 0) * (hit - p);
+        sum += upstream(layer_.grad_logprobs, token.index, 0) * (hit - p);
         // −Σ_k p_k log p_k: −p_j·(log p_j + entropy)
         if (p != 0) sum += upstream(layer_.grad_entropy, token.index, 0) * -p * ((z - token.lse) + token.entropy);
         return sum;
@@ -117,7 +117,7 @@ void token_outputs(const Layer<T>& layer, Token& token, const double* z, std::in
     result.z_loss[at] = factor * layer.spec.z_loss * token.lse * token.lse;
     result.loss[at] = factor * cross_entropy + result.z_loss[at];
     result.lse[at] = token.lse;
-    result.logprob[at] = token.logprob;
+    result.logprobs[at] = token.logprob;
     result.entropy[at] = token.entropy;
     double squares = 0;
     for (std::int64_t j = 0; j < v; ++j) squares += std::exp(2 * log_p(j));
@@ -198,7 +198,7 @@ std::vector<Token> every_token(const Layer<T>& layer, const Selection& selection
     std::vector<Token> tokens(static_cast<std::size_t>(layer.num_tokens));
     for (std::int64_t i = 0; i < layer.num_tokens; ++i) {
         tokens[i] = {i, layer.target[i], double(known.lse[i]), known.entropy != nullptr ? double(known.entropy[i]) : 0,
-                     known.logprob != nullptr ? double(known.logprob[i]) : 0};
+                     known.logprobs != nullptr ? double(known.logprobs[i]) : 0};
     }
     for (const Token& token : selected) tokens[token.index] = token;
     return tokens;
@@ -237,7 +237,7 @@ Result oracle(const Layer<T>& given, const Selection& selection, const KnownToke
     const auto d = layer.spec.hidden_size;
     Result result;
     for (auto* values :
-         {&result.loss, &result.z_loss, &result.lse, &result.logprob, &result.entropy, &result.log_sum_sq_probs, &result.largest_logit}) {
+         {&result.loss, &result.z_loss, &result.lse, &result.logprobs, &result.entropy, &result.log_sum_sq_probs, &result.largest_logit}) {
         values->assign(rows, 0.0);
     }
     result.top1.assign(rows, -1.0);

@@ -13,7 +13,7 @@ struct Result {
     std::vector<double> loss;  ///< [tokens], cross entropy + z-loss of each token
     std::vector<double> z_loss;
     std::vector<double> lse;
-    std::vector<double> logprob;
+    std::vector<double> logprobs;
     std::vector<double> entropy;
     std::vector<double> log_sum_sq_probs;
     std::vector<double> top1;  ///< the class, −1 where ignored
@@ -28,9 +28,9 @@ struct Result {
 
 /// Outputs of every token, for tokens that a Selection leaves out; from a kernel whose selected tokens have been checked.
 struct KnownTokens {
-    const float* lse = nullptr;      ///< [N]
-    const float* entropy = nullptr;  ///< [N]; needed with grad_entropy only
-    const float* logprob = nullptr;  ///< [N]; needed with spec.dft only
+    const float* lse = nullptr;       ///< [N]
+    const float* entropy = nullptr;   ///< [N]; needed with grad_entropy only
+    const float* logprobs = nullptr;  ///< [N]; needed with spec.dft only
 };
 
 /// The logit of hidden · weightᵀ + bias = x. Tokens' temperatures are in it.

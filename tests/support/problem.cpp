@@ -156,7 +156,7 @@ void make_upstream(Problem& p) {
         return values;
     };
     if (p.spec.outputs.lse) p.grad_lse = scaled(1);
-    if (p.spec.outputs.logprob) p.grad_logprob = scaled(2);
+    if (p.spec.outputs.logprobs) p.grad_logprobs = scaled(2);
     if (p.spec.outputs.entropy && o.entropy_upstream) p.grad_entropy = scaled(3);
 }
 
@@ -248,7 +248,7 @@ Layer<float> layer_of(const Problem& p) {
     layer.num_valid = p.options.num_valid;
     layer.grad_loss = pointer(p.grad_loss);
     layer.grad_lse = pointer(p.grad_lse);
-    layer.grad_logprob = pointer(p.grad_logprob);
+    layer.grad_logprobs = pointer(p.grad_logprobs);
     layer.grad_entropy = pointer(p.grad_entropy);
     return layer;
 }

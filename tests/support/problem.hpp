@@ -62,7 +62,7 @@ struct Problem {
     // Upstream gradients; empty: not given.
     std::vector<float> grad_loss;  ///< [N] for none, else one
     std::vector<float> grad_lse;
-    std::vector<float> grad_logprob;
+    std::vector<float> grad_logprobs;
     std::vector<float> grad_entropy;
     // Contents of gradient buffers before an accumulating backward, as grad_weight_dtype holds them; [V, D] without padding. Empty when
     // writing.
@@ -99,7 +99,7 @@ struct Layer {
     std::optional<double> num_valid;
     const float* grad_loss = nullptr;
     const float* grad_lse = nullptr;
-    const float* grad_logprob = nullptr;
+    const float* grad_logprobs = nullptr;
     const float* grad_entropy = nullptr;
 
     [[nodiscard]] bool valid(std::int64_t token) const {

@@ -44,7 +44,7 @@ inline Spec random_spec(Draw& draw) {
     s.token_weight = draw.coin(0.3);
     s.outputs = {draw.coin(0.85), draw.coin(0.4), draw.coin(0.4), draw.coin(0.4), draw.coin(0.3), draw.coin(0.3)};
     if (s.outputs == Outputs{.loss = false}) s.outputs.loss = true;
-    s.dft = s.outputs.logprob && draw.coin(0.4);
+    s.dft = s.outputs.logprobs && draw.coin(0.4);
     if (s.outputs.loss && draw.coin(0.3)) {
         s.teacher_top_k = 1 + static_cast<int>(draw.below(draw.coin(0.2) ? 256 : 12));
         s.hard_weight = draw.coin() ? 0 : draw.uniform(0, 1);

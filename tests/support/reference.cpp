@@ -105,7 +105,7 @@ void Evaluation::token_outputs(std::int64_t at, ReferenceToken& token, const flo
     r.loss[at] = factor * cross_entropy + z_loss;
     r.z_loss[at] = z_loss;
     r.lse[at] = lse;
-    r.logprob[at] = logprob;
+    r.logprobs[at] = logprob;
     r.entropy[at] = token.entropy;
     r.top1[at] = static_cast<double>(std::max_element(z, z + v) - z);
 }
@@ -285,11 +285,11 @@ void Evaluation::prepare() {
     const auto d = static_cast<std::size_t>(spec_.hidden_size);
     Result& r = out_.result;
     Budgets& b = out_.budgets;
-    for (auto* values : {&r.loss, &r.z_loss, &r.lse, &r.logprob, &r.entropy, &r.log_sum_sq_probs}) values->assign(rows, 0.0);
+    for (auto* values : {&r.loss, &r.z_loss, &r.lse, &r.logprobs, &r.entropy, &r.log_sum_sq_probs}) values->assign(rows, 0.0);
     r.top1.assign(rows, -1.0);
     r.teacher_logprobs.assign(rows * static_cast<std::size_t>(spec_.teacher_top_k), 0.0);
     for (auto* values :
-         {&b.loss, &b.z_loss, &b.lse, &b.logprob, &b.entropy, &b.log_sum_sq_probs, &b.logit, &b.teacher_logprobs, &b.grad_hidden}) {
+         {&b.loss, &b.z_loss, &b.lse, &b.logprobs, &b.entropy, &b.log_sum_sq_probs, &b.logit, &b.teacher_logprobs, &b.grad_hidden}) {
         values->assign(rows, {});
     }
     for (auto* values : {&b.grad_weight, &b.grad_bias}) values->assign(columns, {});

@@ -93,7 +93,7 @@ void Evaluation::token_budgets(std::int64_t at, ReferenceToken& token, const flo
         out_.budgets.log_sum_sq_probs[at].*kind = squares.value();
         out_.budgets.logit[at].*kind = logit;
         out_.budgets.lse[at].*kind = lse;
-        out_.budgets.logprob[at].*kind = logprob;
+        out_.budgets.logprobs[at].*kind = logprob;
         out_.budgets.entropy[at].*kind = entropy.value();
         out_.budgets.z_loss[at].*kind = z_loss;
         if (kind == &Budget::floor) out_.budgets.z_loss[at].alike = factor * spec_.z_loss * 2 * s.lse * cut;
@@ -139,7 +139,7 @@ void Evaluation::complete_tokens() {
         if (!token.valid) continue;
         token.top = known_.lse[i];
         token.entropy = known_.entropy != nullptr ? known_.entropy[i] : 0;
-        token.logprob = known_.logprob != nullptr ? known_.logprob[i] : 0;
+        token.logprob = known_.logprobs != nullptr ? known_.logprobs[i] : 0;
         set_sizes(i, token);
         const double product = std::fabs(spec_.logit_scale) / layer_.temperature_of(i) * token.sizes.hidden_norm * largest_weight_norm_;
         const double lse = std::fabs(token.sizes.lse);

@@ -96,7 +96,7 @@ private:
         g.cross_entropy = loss / float(divide_.cross_entropy);
         g.z_loss = loss / float(divide_.z_loss);
         g.lse = at(layer_.grad_lse, 0);
-        g.logprob = at(layer_.grad_logprob, 0);
+        g.logprob = at(layer_.grad_logprobs, 0);
         g.entropy = at(layer_.grad_entropy, 0);
         return g;
     }

@@ -40,8 +40,8 @@ testing::AssertionResult run_and_judge(const std::shared_ptr<const Kernel>& kern
         if (!truth) {
             const std::vector<float> lse = run.token_floats("lse");
             const std::vector<float> entropy = run.token_floats("entropy");
-            const std::vector<float> logprob = run.token_floats("logprob");
-            const KnownTokens known{lse.data(), entropy.empty() ? nullptr : entropy.data(), logprob.empty() ? nullptr : logprob.data()};
+            const std::vector<float> logprobs = run.token_floats("logprobs");
+            const KnownTokens known{lse.data(), entropy.empty() ? nullptr : entropy.data(), logprobs.empty() ? nullptr : logprobs.data()};
             const bool on_gpu = kernel->device_ref().kind == DeviceKind::cuda;
             truth = oracle(layer_of(problem), selection, known);
             yardstick = reference(problem, selection, known, summation_of(problem.spec.dtype, on_gpu));

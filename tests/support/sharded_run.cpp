@@ -21,7 +21,7 @@ std::vector<T> slice(const std::vector<T>& values, std::int64_t first, std::int6
 constexpr const char* kMerged[] = {"loss",
                                    "z_loss",
                                    "lse",
-                                   "logprob",
+                                   "logprobs",
                                    "entropy",
                                    "top1",
                                    "log_sum_sq_probs",
@@ -166,8 +166,8 @@ testing::AssertionResult run_and_judge_shards(const std::shared_ptr<const Kernel
         if (!truth) {
             const std::vector<float> lse = run.token_floats("lse");
             const std::vector<float> entropy = run.token_floats("entropy");
-            const std::vector<float> logprob = run.token_floats("logprob");
-            const KnownTokens known{lse.data(), entropy.empty() ? nullptr : entropy.data(), logprob.empty() ? nullptr : logprob.data()};
+            const std::vector<float> logprobs = run.token_floats("logprobs");
+            const KnownTokens known{lse.data(), entropy.empty() ? nullptr : entropy.data(), logprobs.empty() ? nullptr : logprobs.data()};
             const bool on_gpu = kernel->device_ref().kind == DeviceKind::cuda;
             truth = oracle(layer_of(whole), selection, known);
             yardstick = reference(whole, selection, known, summation_of(whole.spec.dtype, on_gpu));

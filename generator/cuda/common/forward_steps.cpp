@@ -117,7 +117,7 @@ void set_outputs(LaunchBuilder<Params>& launch, const Spec& spec, const LaunchRo
         .set(&Params::loss, select(each, advanced(slot(Slot::loss), rows.base, 4), 0))
         .set(&Params::z_loss, select(each, advanced(slot(Slot::z_loss), rows.base, 4), 0))
         .set(&Params::lse, slot(Slot::lse) + rows.base * 4)
-        .set(&Params::logprob, advanced(slot(Slot::logprob), rows.base, 4))
+        .set(&Params::logprobs, advanced(slot(Slot::logprobs), rows.base, 4))
         .set(&Params::entropy, advanced(slot(Slot::entropy), rows.base, 4))
         .set(&Params::log_sum_sq_probs, advanced(slot(Slot::log_sum_sq_probs), rows.base, 4))
         .set(&Params::top1, advanced(slot(Slot::top1), rows.base, 8))

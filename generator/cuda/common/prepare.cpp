@@ -30,7 +30,7 @@ Statement prepare_launch(const Spec& spec, const CudaSource& source, const Prepa
         const Expr outputs[kRowOutputs] = {select(each, slot(Slot::loss), 0),
                                            select(each, slot(Slot::z_loss), 0),
                                            slot(Slot::lse),
-                                           slot(Slot::logprob),
+                                           slot(Slot::logprobs),
                                            slot(Slot::entropy),
                                            slot(Slot::log_sum_sq_probs)};
         for (std::size_t i = 0; i < kRowOutputs; ++i) launch.set_element(&PrepareParams::outputs, i, outputs[i]);

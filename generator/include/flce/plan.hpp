@@ -106,8 +106,8 @@ inline constexpr std::int64_t kTypicalTokens = 4096;
 struct PlanRequest {
     /// Most bytes beyond dH's accumulator; below the smallest legal amount is a PlanError.
     std::int64_t scratch_bytes = kDefaultScratchBytes;
-    std::int64_t limit_bytes = 0;  ///< limit on workspace and retained memory together; 0: none
-    std::int64_t num_tokens = 0;   ///< tokens of the call; 0: not known
+    std::int64_t workspace_limit_bytes = 0;  ///< limit on workspace and retained memory together; 0: none
+    std::int64_t num_tokens = 0;             ///< tokens of the call; 0: not known
     friend bool operator==(const PlanRequest&, const PlanRequest&) = default;
 };
 

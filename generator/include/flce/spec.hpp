@@ -23,7 +23,7 @@ enum class GradMode : std::uint8_t { write, accumulate };
 struct Outputs {
     bool loss = true;               ///< per-token or reduced loss
     bool lse = false;               ///< lse is asked for by the user and may receive a gradient
-    bool logprob = false;           ///< log-probability of the target, z_y − lse; may receive a gradient
+    bool logprobs = false;          ///< log-probability of the target, z_y − lse; may receive a gradient
     bool entropy = false;           ///< entropy of the softmax in nats; may receive a gradient
     bool top1 = false;              ///< index of the largest logit, the first of equal ones
     bool log_sum_sq_probs = false;  ///< log Σ p² over the vocabulary
@@ -61,7 +61,7 @@ struct Spec {
     bool token_weight = false;     ///< a call has weights [N] (fp32) of its tokens' losses
     bool batch_invariant = false;  ///< a token's outputs and grad_hidden have the same bits whatever other tokens its call has
     bool dft = false;              ///< a token's loss is multiplied by its target's probability, which receives no gradient (dynamic
-                                   ///< fine-tuning, arXiv 2508.05629); outputs has to have logprob, which backward reads
+                                   ///< fine-tuning, arXiv 2508.05629); outputs has to have logprobs, which backward reads
     double logit_scale = 1.0;      ///< finite, not 0
     double softcap = 0.0;          ///< 0: off; else > 0
     double label_smoothing = 0.0;  ///< 0 ≤ ε ≤ 1
@@ -86,7 +86,7 @@ struct Spec {
 /// Parses "key=value,flag,…", the JSON object that parse_spec_json reads, or "@file.json" (a file that holds one). Keys: D or hidden_size,
 /// V or vocab_size, padded_vocab_size, whole_vocab_size, dtype, layout, tied, weight_dtype, grad_hidden_dtype, grad_weight_dtype,
 /// grad_weight_mode, bias, class_weight, temperature, token_weight, batch_invariant, dft, logit_scale, softcap, label_smoothing, z_loss,
-/// teacher_top_k, hard_weight, outputs (names joined by '+': loss+lse+logprob+entropy+top1+log_sum_sq_probs). dtypes: bf16, fp16, fp32, or
+/// teacher_top_k, hard_weight, outputs (names joined by '+': loss+lse+logprobs+entropy+top1+log_sum_sq_probs). dtypes: bf16, fp16, fp32, or
 /// torch's bfloat16, float16, float32. D and V are required; dtype defaults to bf16, weight_dtype and grad_hidden_dtype to dtype,
 /// grad_weight_dtype to weight_dtype, grad_weight_mode to write, or accumulate where tied is set. The result is normalized. Throws
 /// SpecError for an unknown or repeated key and for a bad value, EnvironmentError for a file that cannot be read.

@@ -28,7 +28,7 @@ except (ImportError, AttributeError):
     _TensorGuards = None
 
 _HIDDEN, _WEIGHT, _TARGET, _LSE = (Frame.WORD[name] for name in ("hidden", "weight", "target", "lse"))
-_DIRECT_VALUES = (("loss",), ("logprob",))
+_DIRECT_VALUES = (("loss",), ("logprobs",))
 _GRAD_HIDDEN, _GRAD_WEIGHT = Frame.WORD["grad_hidden"], Frame.WORD["grad_weight"]
 _MISALIGNED = _frame.ROW_ALIGNMENT - 1
 _STRIDED = torch.strided

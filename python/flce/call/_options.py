@@ -148,7 +148,7 @@ def _checked(
 
 # Types belong to the key: 1, 1.0 and True are equal, and not all of them are taken for every option.
 known = functools.lru_cache(maxsize=1024, typed=True)(_checked)
-_FLAGS = {name: "return_logprobs" if name == "logprob" else f"return_{name}" for name in OUTPUTS}
+_FLAGS = {name: f"return_{name}" for name in OUTPUTS}
 
 
 def asked_outputs(flags: Mapping[str, Any]) -> tuple[str, ...]:
@@ -160,7 +160,7 @@ def asked_outputs(flags: Mapping[str, Any]) -> tuple[str, ...]:
 
 def written_outputs(asked: Iterable[str], dft: Any) -> tuple[str, ...]:
     """Outputs that a kernel has to write, in the order of OUTPUTS: backward of dft reads the targets' log-probabilities."""
-    return tuple(name for name in OUTPUTS if name in asked or (dft is True and name == "logprob"))
+    return tuple(name for name in OUTPUTS if name in asked or (dft is True and name == "logprobs"))
 
 
 def spec_text(
@@ -215,7 +215,7 @@ def workspace_limit(given: int | MemoryBudget | None) -> int:
     if given is None:
         return 0
     if isinstance(given, MemoryBudget):
-        return given.limit_bytes
+        return given.memory_limit_bytes
     if not isinstance(given, int) or isinstance(given, bool) or not 0 < given < _LONG:
         raise errors.ArgumentError(
             f"workspace_limit_bytes is {given!r}; it must be a positive number of bytes, below 2^63, a flce.MemoryBudget, or None"

@@ -30,7 +30,7 @@ PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 ROW_ALIGNMENT = 16  # bytes; of hidden, weight and their gradients
 OPTIONAL_INPUTS = ("bias", "class_weight", "temperature", "token_weight")  # flags of a Spec, and tensors of its calls
 
-DIFFERENTIABLE = ("lse", "logprob", "entropy")  # per token, beside the loss
+DIFFERENTIABLE = ("lse", "logprobs", "entropy")  # per token, beside the loss
 VALUES = ("loss", *DIFFERENTIABLE, "log_sum_sq_probs")  # fp32, in the order in which they lie in one tensor; top1 has one of its own
 
 
@@ -75,7 +75,7 @@ def outputs_of(options: str, *, shard_class_weight: bool = False) -> Outputs:
     and the total, both from merge."""
     parts = options.split(",")
     chosen = next((part for part in parts if part.startswith("outputs=")), "outputs=loss").removeprefix("outputs=").split("+")
-    saved = ["lse", *(name for name, kept in (("entropy", "entropy" in chosen), ("logprob", "dft" in parts)) if kept)]
+    saved = ["lse", *(name for name, kept in (("entropy", "entropy" in chosen), ("logprobs", "dft" in parts)) if kept)]
     teacher_top_k = next((int(part.removeprefix(_TOP_K)) for part in parts if part.startswith(_TOP_K)), 0)
     if shard_class_weight:
         saved.append("target_class_weight")
@@ -254,7 +254,7 @@ class Frame:
     Fields that remember the last call are emptied before the structs are changed and set after."""
 
     # Views that direct calls write by their place in `words`; the library's other tensors come behind them.
-    DIRECT = ("hidden", "weight", "target", "lse", "loss", "logprob", "grad_logprob", "grad_hidden", "grad_weight")
+    DIRECT = ("hidden", "weight", "target", "lse", "loss", "logprobs", "grad_logprobs", "grad_hidden", "grad_weight")
     WORD: ClassVar = {name: i * (ctypes.sizeof(_native.TensorView) // 8) for i, name in enumerate(DIRECT)}
     hidden: _native.TensorView
     weight: _native.TensorView
@@ -270,7 +270,7 @@ class Frame:
     target: _native.TensorView
     loss: _native.TensorView  # and of grad_loss
     lse: _native.TensorView
-    logprob: _native.TensorView
+    logprobs: _native.TensorView
     entropy: _native.TensorView
     top1: _native.TensorView
     log_sum_sq_probs: _native.TensorView
@@ -308,7 +308,7 @@ class Frame:
             if name != "lse":
                 setattr(self.forward, name, self.address[name] if name in values else None)
         self.backward.grad_loss = self.address["loss"] if "loss" in values else None
-        for name in ("entropy", "logprob"):
+        for name in ("entropy", "logprobs"):
             setattr(self.backward, name, self.address[name] if name in saved else None)
         for name in DIFFERENTIABLE:
             setattr(self.backward, f"grad_{name}", self.address[f"grad_{name}"] if name in values else None)

@@ -69,12 +69,12 @@ class Kernel:
         place = _native.RETAINED_GRAD_WEIGHT if in_grad_weight else _native.RETAINED_OWN
         return _native.retained_bytes(self._handle, num_tokens, place)
 
-    def choose_retained(self, num_tokens: int, *, workspace_limit_bytes: int = 0, lend_grad_weight: bool = True) -> _retain.Choice:
+    def choose_retained(self, num_tokens: int, *, workspace_limit_bytes: int = 0, retain_in_grad_weight: bool = True) -> _retain.Choice:
         """Chooses what forward of a step over num_tokens tokens leaves to backward, (lent, size): `size` bytes, 0 for nothing, in the
         memory of the weight's gradient where `lent`, else in memory of its own. `workspace_limit_bytes`: on workspace and retained bytes
-        together; 0: no limit, and no memory of its own. `lend_grad_weight`: the gradient will be written, and its memory may hold the
+        together; 0: no limit, and no memory of its own. `retain_in_grad_weight`: the gradient will be written, and its memory may hold the
         retained bytes until then."""
-        place, size = _native.choose_retained(self._handle, num_tokens, workspace_limit_bytes, lend_grad_weight, _retain.LEAST_WORK)
+        place, size = _native.choose_retained(self._handle, num_tokens, workspace_limit_bytes, retain_in_grad_weight, _retain.LEAST_WORK)
         return _retain.Choice(place == _native.RETAINED_GRAD_WEIGHT, size)
 
     def __repr__(self) -> str:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from flce import errors
 from flce.core import _locks
 
-ABI_VERSION = 11
+ABI_VERSION = 12
 
 CPU, CUDA = 1, 2
 INT32, INT64, UINT64 = 0x0020, 0x0040, 0x0140
@@ -95,7 +95,7 @@ class RetainOptions(Structure):
         ("struct_size", c_size_t),
         ("workspace_limit_bytes", c_int64),
         ("least_work", c_int64),
-        ("keep_grad_weight", c_int32),
+        ("retain_in_grad_weight", c_int32),
         ("reserved", c_int32),
         ("vocab_columns", c_int64),
     )
@@ -373,14 +373,14 @@ def reads_hidden_late(kernel: c_void_p, num_tokens: int, place: int, retained_by
 
 
 def choose_retained(
-    kernel: c_void_p, num_tokens: int, workspace_limit_bytes: int, lend_grad_weight: bool, least_work: int, vocab_columns: int = 0
+    kernel: c_void_p, num_tokens: int, workspace_limit_bytes: int, retain_in_grad_weight: bool, least_work: int, vocab_columns: int = 0
 ) -> tuple[int, int]:
     """(place, bytes) of what forward should leave to backward. `vocab_columns`: classes of this rank's shard; 0: all that the spec has."""
     options = RetainOptions(
         struct_size=ctypes.sizeof(RetainOptions),
         workspace_limit_bytes=workspace_limit_bytes,
         least_work=least_work,
-        keep_grad_weight=not lend_grad_weight,
+        retain_in_grad_weight=1 if retain_in_grad_weight else -1,
         vocab_columns=vocab_columns,
     )
     place, size = c_int32(), c_size_t()

@@ -82,7 +82,7 @@ class Choices:
         """Bytes of its own memory that a forward fills, with that limit on workspace and what is retained together."""
         if limit <= self.workspace_bytes:
             return 0
-        return self._kernel.choose_retained(self._num_tokens, workspace_limit_bytes=limit, lend_grad_weight=False).size
+        return self._kernel.choose_retained(self._num_tokens, workspace_limit_bytes=limit, retain_in_grad_weight=False).size
 
     def under(self, limit: int, *, lend: bool) -> Choice:
         """`limit`: on workspace and what is retained together, 0: no memory of its own (of a shard, some). `lend`: the weight's gradient
@@ -90,7 +90,7 @@ class Choices:
         choice = self._known.get((limit, lend))
         if choice is None:
             choice = self._known[limit, lend] = self._kernel.choose_retained(
-                self._num_tokens, workspace_limit_bytes=limit, lend_grad_weight=lend
+                self._num_tokens, workspace_limit_bytes=limit, retain_in_grad_weight=lend
             )
         return choice
 

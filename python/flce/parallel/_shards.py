@@ -95,10 +95,10 @@ class ShardKernel(_kernels.LoadedKernel):
         """Forward's: another forward would wait for ranks that have kept what they retained. Gradients may differ in their last bits."""
         return saved.contiguous()
 
-    def choose_retained(self, num_tokens: int, *, workspace_limit_bytes: int = 0, lend_grad_weight: bool = True) -> _retain.Choice:
+    def choose_retained(self, num_tokens: int, *, workspace_limit_bytes: int = 0, retain_in_grad_weight: bool = True) -> _retain.Choice:
         """Chooses as for a whole layer, for this rank's classes."""
         place, size = _native.choose_retained(
-            self._handle, num_tokens, workspace_limit_bytes, lend_grad_weight, _retain.LEAST_WORK, self.shard.classes
+            self._handle, num_tokens, workspace_limit_bytes, retain_in_grad_weight, _retain.LEAST_WORK, self.shard.classes
         )
         return _retain.Choice(place == _native.RETAINED_GRAD_WEIGHT, size)
 

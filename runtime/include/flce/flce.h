@@ -29,7 +29,7 @@ extern "C" {
 #endif
 
 /* Grows when functions or fields are added; fields and functions that are there keep their meaning. */
-#define FLCE_ABI_VERSION 11
+#define FLCE_ABI_VERSION 12
 
 /* The ABI version the library was built with, and the library's version ("0.1.0"). */
 FLCE_API int32_t flce_abi_version(void);
@@ -231,9 +231,9 @@ typedef struct flce_retain_options {
     /* Multiply-adds of one GEMM (N·D·V) below which a layer retains nothing; 0: the number at which the launches for it cost more than they
      * spare. */
     int64_t least_work;
-    int32_t keep_grad_weight; /* not 0: grad_weight's memory may not be lent */
-    int32_t reserved;         /* 0 */
-    int64_t vocab_columns;    /* classes of this rank's shard; 0: the spec's vocab_size */
+    int32_t retain_in_grad_weight; /* 0, 1: in grad_weight's memory, which backward then writes, where that will do; -1: not there */
+    int32_t reserved;              /* 0 */
+    int64_t vocab_columns;         /* classes of this rank's shard; 0: the spec's vocab_size */
 } flce_retain_options;
 #define FLCE_RETAIN_OPTIONS_INIT {sizeof(flce_retain_options), 0, 0, 0, 0, 0}
 /* Values for retained_place and retained_bytes that forward and backward of a step over num_tokens tokens should be given; 0 bytes:
@@ -291,7 +291,7 @@ typedef struct flce_forward_args {
     const flce_tensor* loss;          /* fp32: [N] for FLCE_REDUCTION_NONE, scalar otherwise */
     const flce_tensor* z_loss;        /* fp32, same shape as loss: the loss's z-loss part alone */
     const flce_tensor* lse;           /* [N] fp32; required: backward reads it */
-    const flce_tensor* logprob;       /* [N] fp32; the spec's outputs must have it, as for entropy */
+    const flce_tensor* logprobs;      /* [N] fp32; the spec's outputs must have it, as for entropy */
     const flce_tensor* entropy;       /* [N] fp32 */
     const flce_tensor* invalid_label; /* one uint64 that the caller set to UINT64_MAX; see flce_kernel_check_invalid_label */
     void* retained;                   /* written: values that spare backward their logits, as many as fit; see flce_kernel_retained_bytes */
@@ -334,7 +334,7 @@ typedef struct flce_merge_args {
     const flce_tensor* loss;
     const flce_tensor* z_loss;
     const flce_tensor* lse;
-    const flce_tensor* logprob;
+    const flce_tensor* logprobs;
     const flce_tensor* entropy;
     const flce_tensor* top1;
     const flce_tensor* log_sum_sq_probs;
@@ -363,8 +363,8 @@ typedef struct flce_backward_args {
     const flce_tensor* lse;       /* [N] fp32, as forward wrote it */
     const flce_tensor* entropy;   /* [N] fp32, as forward wrote it; required with grad_entropy */
     const flce_tensor* grad_loss; /* fp32: [N] for FLCE_REDUCTION_NONE, scalar otherwise; NULL: 1 */
-    const flce_tensor* grad_lse;  /* [N] fp32; NULL: 0, and so for grad_logprob and grad_entropy */
-    const flce_tensor* grad_logprob;
+    const flce_tensor* grad_lse;  /* [N] fp32; NULL: 0, and so for grad_logprobs and grad_entropy */
+    const flce_tensor* grad_logprobs;
     const flce_tensor* grad_entropy;
     const flce_tensor* grad_hidden; /* [N, D], the spec's dtype; NULL: not computed */
     const flce_tensor* grad_weight; /* like weight, the spec's grad_weight_dtype; NULL: not computed */
@@ -376,7 +376,7 @@ typedef struct flce_backward_args {
     int32_t reserved_2;             /* 0 */
     const flce_tensor* temperature; /* temperature and token_weight: as in forward */
     const flce_tensor* token_weight;
-    const flce_tensor* logprob;     /* [N] fp32, as forward wrote it; required with the spec's dft */
+    const flce_tensor* logprobs;    /* [N] fp32, as forward wrote it; required with the spec's dft */
     const flce_tensor* teacher_ids; /* teacher_ids and teacher_probs: as in forward */
     const flce_tensor* teacher_probs;
     const flce_tensor* teacher_logprobs;    /* [N, K] fp32, as forward wrote it */

@@ -56,8 +56,8 @@ struct RetainOptions {
     /// Most bytes of workspace and Retained together. 0: no limit, and no memory of its own for Retained, except that of a shard, which may
     /// be as large as the whole layer's weight gradient and 1/32 more.
     std::int64_t workspace_limit_bytes = 0;
-    bool lend_grad_weight = true;    ///< backward will write grad_weight, and grad_weight's memory may hold retained values until then
-    std::int64_t vocab_columns = 0;  ///< classes of this rank's shard; 0: spec.vocab_size
+    bool retain_in_grad_weight = true;  ///< backward will write grad_weight, and grad_weight's memory may hold retained values until then
+    std::int64_t vocab_columns = 0;     ///< classes of this rank's shard; 0: spec.vocab_size
     /// Multiply-adds of one GEMM (N·D·V) below which a layer retains nothing; 0: the number at which the launches for it cost more than
     /// they spare.
     std::int64_t least_work = 0;
@@ -108,7 +108,7 @@ struct ForwardArgs {
     TensorView loss{};              ///< fp32: [N] for none, scalar otherwise
     TensorView z_loss{};            ///< fp32, same shape as loss: the loss's z-loss part alone, for logs
     TensorView lse{};               ///< [N] fp32; required: backward reads it. 0 is written for ignored rows
-    TensorView logprob{};           ///< [N] fp32, 0 for ignored rows
+    TensorView logprobs{};          ///< [N] fp32, 0 for ignored rows
     TensorView entropy{};           ///< [N] fp32, 0 for ignored rows
     TensorView top1{};              ///< [N] int64, −1 for ignored rows
     TensorView log_sum_sq_probs{};  ///< [N] fp32, 0 for ignored rows
@@ -138,7 +138,7 @@ struct MergeArgs {
     TensorView loss{};  ///< loss to invalid_label: as forward writes them where there are no shards
     TensorView z_loss{};
     TensorView lse{};
-    TensorView logprob{};
+    TensorView logprobs{};
     TensorView entropy{};
     TensorView top1{};
     TensorView log_sum_sq_probs{};
@@ -163,12 +163,12 @@ struct BackwardArgs {
     Reduction reduction = Reduction::mean;
     TensorView num_valid{};
     TensorView lse{};               ///< [N] fp32, as forward wrote it
-    TensorView logprob{};           ///< [N] fp32, as forward wrote it; required with spec.dft
+    TensorView logprobs{};          ///< [N] fp32, as forward wrote it; required with spec.dft
     TensorView entropy{};           ///< [N] fp32, as forward wrote it; required with grad_entropy
     TensorView teacher_logprobs{};  ///< [N, K] fp32, as forward wrote it; required with spec.teacher_top_k
     TensorView grad_loss{};         ///< fp32: [N] for none, scalar otherwise; absent: 1, or 0 without spec.outputs.loss
-    TensorView grad_lse{};          ///< [N] fp32; absent: 0, and so for grad_logprob and grad_entropy
-    TensorView grad_logprob{};
+    TensorView grad_lse{};          ///< [N] fp32; absent: 0, and so for grad_logprobs and grad_entropy
+    TensorView grad_logprobs{};
     TensorView grad_entropy{};
     TensorView grad_hidden{};  ///< [N, D], grad_hidden_dtype(spec); absent: not computed. Ignored rows receive 0
     TensorView grad_weight{};  ///< like weight, spec.grad_weight_dtype; absent: not computed
