@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from compat_support import DTYPES, HeadModel, Layer, make_layer
+from levels import QUICK, in_turn
 from rank_support import device, generator, run_main
 from support import assert_close
 from tensor_parallel_support import same_on_every_rank
@@ -380,17 +381,16 @@ def torchtune_refusals() -> None:
 
 FLAGS = (False, True)
 CASES: list[tuple[Any, ...]] = [
-    *((cut_cross_entropy, *how) for how in itertools.product(DTYPES, ("mean",), (0, 1), FLAGS, FLAGS)),
+    *in_turn([(cut_cross_entropy, *how) for how in itertools.product(DTYPES, ("mean",), (0, 1), FLAGS, FLAGS)], 5),
     *((cut_cross_entropy, torch.float32, reduction, 2, True, True) for reduction in ("sum", "none")),
     *((function,) for function in (a_sum_in_fp32, nothing_to_predict, vocabularies_that_share_slices, slices_that_do_not_fit)),
-    (cce_in_a_graph,),
+    *(() if QUICK else ((cce_in_a_graph,), *((torchtune_in_a_graph, kind) for kind in ("Shard(1)", "part")))),
     (one_rank,),
     *((verl_logprobs, *how) for how in itertools.product(DTYPES, ("none", "mean"), (False,))),
     *((verl_logprobs, torch.float32, *how) for how in (("sum", False), ("none", True))),
     (verl_refusals,),
     *((torchtune_head, *how) for how in itertools.product(DTYPES, ("Shard(1)", "part"), FLAGS)),
     *((torchtune_head, torch.float32, kind, True, 9) for kind in ("Shard(1)", "Shard(2)", "Replicate", "whole")),
-    *((torchtune_in_a_graph, kind) for kind in ("Shard(1)", "part")),
     *((torchtune_hooked, kind) for kind in ("Shard(1)", "part", "whole")),
     *((function,) for function in (torchtune_tied, torchtune_enabled_later, torchtune_refusals)),
 ]

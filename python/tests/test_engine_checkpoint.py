@@ -385,12 +385,10 @@ def test_a_full_disk_leaves_the_old_checkpoint(tmp_path: Path, monkeypatch: pyte
     assert sorted(os.listdir(tmp_path)) == ["in", "out"]
 
 
-@pytest.fixture(scope="module")
-def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """80 MB in tensors of 8 MB."""
-    folder = tmp_path_factory.mktemp("large") / "in"
-    tensors = {f"model.layers.{i}.mlp.up_proj.weight": torch.full((2000, 1000), float(i)) for i in range(8)}
-    tensors |= {name: torch.ones(2000, 1000) for name in ("model.embed_tokens.weight", "lm_head.weight")}
+def eight_layers(folder: Path, rows: int) -> Path:
+    """A checkpoint of ten tensors, 4 KB a row."""
+    tensors = {f"model.layers.{i}.mlp.up_proj.weight": torch.full((rows, 1000), float(i)) for i in range(8)}
+    tensors |= {name: torch.ones(rows, 1000) for name in ("model.embed_tokens.weight", "lm_head.weight")}
     return synthetic(folder, tensors | {"model.norm.weight": torch.ones(1000)}, num_hidden_layers=8)
 
 
@@ -411,8 +409,8 @@ finally:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="VmHWM is Linux's")
 @pytest.mark.full
-def test_memory_stays_far_below_a_shard(large: Path, tmp_path: Path) -> None:
-    shard_bytes = 80_000_000 // 2
+def test_memory_stays_far_below_a_shard(tmp_path: Path) -> None:
+    large, shard_bytes = eight_layers(tmp_path / "in", 2000), 80_000_000 // 2
     for arguments in ((large, tmp_path / "out", "--stages", 2), (tmp_path / "out", tmp_path / "merged", "--merge")):
         ended = subprocess.run([sys.executable, "-c", MEASURE, *map(str, arguments)], capture_output=True, text=True, check=False)
         assert ended.returncode == 0, ended.stderr
@@ -424,9 +422,10 @@ def test_memory_stays_far_below_a_shard(large: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("sent", first_quick([signal.SIGKILL, signal.SIGTERM, signal.SIGINT], 1), ids=lambda s: s.name)
-def test_a_killed_run_leaves_no_half_file_and_the_next_succeeds(large: Path, tmp_path: Path, sent: signal.Signals) -> None:
-    """The process is stopped when it has written 16 MB, and again with an old checkpoint in the target's place."""
-    line = [sys.executable, "-m", "flce.engine._shard_command", str(large), str(tmp_path / "out"), "--stages", "4", "--overwrite"]
+def test_a_killed_run_leaves_no_half_file_and_the_next_succeeds(tmp_path: Path, sent: signal.Signals) -> None:
+    """The process is stopped when it has written 1.6 of 8 MB, and again with an old checkpoint in the target's place."""
+    given, out = eight_layers(tmp_path / "in", 200), tmp_path / "out"
+    line = [sys.executable, "-m", "flce.engine._shard_command", str(given), str(out), "--stages", "4", "--overwrite"]
     slow = "import time; from flce.engine import _safetensors as s; w = s.write_all; s.write_all = lambda *a: (time.sleep(.5), w(*a));"
     line[1:3] = ["-c", slow + "from flce.engine import _shard_command as c; c.main()"]
     old: list[tuple[str, int]] = []
@@ -436,23 +435,22 @@ def test_a_killed_run_leaves_no_half_file_and_the_next_succeeds(large: Path, tmp
             line, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
         )
         deadline = time.monotonic() + 300
-        while sum(file.stat().st_size for file in tmp_path.glob(".out.flce-partial/*")) < 16_000_000:
+        while sum(file.stat().st_size for file in tmp_path.glob(".out.flce-partial/*")) < 1_600_000:
             assert process.poll() is None and time.monotonic() < deadline
             time.sleep(0.01)
         if number == 0:
             with pytest.raises(errors.CheckpointError, match="another process is writing"):
-                shard_checkpoint(large, tmp_path / "out", 2, overwrite=True)
+                shard_checkpoint(given, out, 2, overwrite=True)
         process.send_signal(sent)
         assert process.wait(timeout=300) == {signal.SIGKILL: -9, signal.SIGTERM: 143, signal.SIGINT: 130}[sent]
         left = [] if sent != signal.SIGKILL else [".out.flce-partial"]
-        assert sorted(os.listdir(tmp_path)) == left + (["out"] if old else [])
+        assert sorted(os.listdir(tmp_path)) == [*left, "in"] + (["out"] if old else [])
         if old:
-            assert sorted((file.name, file.stat().st_size) for file in (tmp_path / "out").iterdir()) == old
-        shard_checkpoint(large, tmp_path / "out", 2, overwrite=True)
-        assert os.listdir(tmp_path) == ["out"]
-        assert_same_bits(tensors_of(tmp_path / "out"), tensors_of(large))
-        old = sorted((file.name, file.stat().st_size) for file in (tmp_path / "out").iterdir())
-    shutil.rmtree(tmp_path / "out")
+            assert sorted((file.name, file.stat().st_size) for file in out.iterdir()) == old
+        shard_checkpoint(given, out, 2, overwrite=True)
+        assert sorted(os.listdir(tmp_path)) == ["in", "out"]
+        assert_same_bits(tensors_of(out), tensors_of(given))
+        old = sorted((file.name, file.stat().st_size) for file in out.iterdir())
 
 
 def test_a_run_killed_anywhere_leaves_the_old_checkpoint_or_the_new_one(tmp_path: Path) -> None:

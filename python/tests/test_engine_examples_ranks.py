@@ -46,6 +46,7 @@ def test_ppo_raises_its_scores() -> None:
     assert len(re.findall(r"^iteration +\d+", output, re.MULTILINE)) == 8
 
 
+@pytest.mark.nightly
 def test_demo_trains_from_stages_files_and_generates(tmp_path: Path) -> None:
     output = run(str(EXAMPLES / "engine_demo.py"), "--steps", "25", "--loss-bound", "4.5", "--keep", str(tmp_path), "--schedule", "gpipe")
     for stage in range(2):

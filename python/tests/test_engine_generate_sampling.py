@@ -140,7 +140,7 @@ def test_noise_is_as_independent_as_it_claims(device: str) -> None:
         assert chi_square((8 * one + other).cpu(), even) < 1
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_a_rare_token_comes_as_often_as_it_should() -> None:
     """Noise of 24 bits would miss these."""
     logits = torch.zeros(50_000)

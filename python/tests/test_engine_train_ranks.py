@@ -32,7 +32,7 @@ def test_tiny_models_of_transformers_train_as_transformers_does() -> None:
     assert cases_passed("engine_models_worker.py", "2") == {2: 5}
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_the_last_stage_needs_less_memory_than_with_logits(tmp_path: Path) -> None:
     """benchmarks/engine_stage.py, in small: a microbatch's logits are 113 MiB."""
     shape = {"hidden-size": 32, "intermediate-size": 32, "layers": 2, "heads": 2, "key-heads": 1, "head-dim": 16, "vocab-size": 29000}

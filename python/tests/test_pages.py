@@ -37,9 +37,14 @@ pip() {
 """
 
 
+# Pages whose commands take a minute and more: they start a process for each contender or stage.
+LONG = {"comparing", "engine"}
+
+
 def pages_with(language: str) -> list[Any]:
     found = [page for page in pages.PAGES if any(block.language == language for block in pages.blocks(page))]
-    return [pytest.param(page, id=page.stem) for page in found]
+    long = LONG if language == "sh" else set()
+    return [pytest.param(page, id=page.stem, marks=pytest.mark.nightly if page.stem in long else ()) for page in found]
 
 
 class Cells:

@@ -44,8 +44,8 @@ def test_hooks_of_data_parallel_wrappers_see_the_head() -> None:
     assert cases_passed("data_parallel_worker.py", "2") == {2: 6}
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("zbv", marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 def test_example_trains_and_needs_less_memory(schedule: str) -> None:
     output = launch(str(ROOT / "examples" / "pipeline_last_stage.py"), "--tiny", "--schedule", schedule)
     memory = {name: float(mib) for name, mib in re.findall(r"^ +(materialised logits|flce): +([\d.]+) MiB", output, re.MULTILINE)}

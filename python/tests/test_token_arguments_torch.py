@@ -340,7 +340,9 @@ def test_implementations_agree(device: str, reduction: str, options: dict[str, A
     if temperature == "faulty rows":
         rows[1, 2], rows[2, 3] = 0, torch.nan
     results = []
-    for impl in ("flce", "pytorch") if QUICK else ("flce", "pytorch", "torch_compile"):
+    # Each graph of inductor takes seconds: one for a number, one for each option of rows.
+    compiles = not QUICK and (reduction == "mean" if temperature == 0.7 else reduction in ("none", "weighted_mean"))
+    for impl in ("flce", "pytorch", "torch_compile") if compiles else ("flce", "pytorch"):
         loss_fn = flce.LinearCrossEntropyLoss(
             head, impl=impl, chunk_size=10, dft=True, reduction=reduction, temperature=2.0, shift=1, **options
         )
