@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import logging
 import types
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, runtime_checkable
@@ -19,6 +18,7 @@ from flce.call._options import check_options, of_kind, temperature_number
 from flce.call._targets import check_ignore_index, check_tensors, targets_of
 from flce.core import _native
 from flce.core._frame import Parallel
+from flce.core._once import say_once
 from flce.functional import linear_cross_entropy
 from flce.parallel import _parallel
 
@@ -27,9 +27,6 @@ _OF_FLCE = of_kind("kernels", "ranks")  # the others compute whole layers, in ch
 # Options of what is trained on. None of them is in the loss that a model of transformers gives by itself.
 OF_TRAINING = of_kind("training")
 _OLDEST_GPU = (8, 0)
-
-_log = logging.getLogger("flce")
-_said: set[str] = set()
 
 
 @runtime_checkable
@@ -60,12 +57,6 @@ def with_budget(options: Mapping[str, Any]) -> LossOptions:
     if limit is not None:
         made["workspace_limit_bytes"] = MemoryBudget(limit)
     return made
-
-
-def say_once(message: str) -> None:
-    if message not in _said:
-        _said.add(message)
-        _log.warning(message)
 
 
 def _why_not_flce() -> str | None:

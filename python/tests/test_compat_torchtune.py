@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel
 
-from flce.compat import torchtune
 from flce.compat.torchtune import LinearCrossEntropyLoss
+from flce.core import _once
 
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
@@ -150,7 +150,7 @@ def test_an_output_layer_that_is_more_than_a_product_is_called(device: str, chun
 def test_hooks_of_the_output_layer_run(
     device: str, forward: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torchtune, "_said", set())
+    monkeypatch.setattr(_once, "said", set())
     loss, model, layer = make(device)
     ran: list[str] = []
     if forward:

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import flce
 from flce import loss as loss_module
+from flce.core import _once
 
 IMPLEMENTATIONS = ["flce", "pytorch", "torch_compile"]
 B, S, D, V = 3, 12, 16, 50
@@ -207,7 +208,7 @@ def old_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_auto_says_once_what_it_falls_back_to(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, arrange: Callable[[pytest.MonkeyPatch], None], reason: str
 ) -> None:
-    monkeypatch.setattr(loss_module, "_said", set())
+    monkeypatch.setattr(_once, "said", set())
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     arrange(monkeypatch)
     with caplog.at_level(logging.WARNING, "flce"):
@@ -217,7 +218,7 @@ def test_auto_says_once_what_it_falls_back_to(
 
 
 def test_auto_computes_what_flce_refuses_in_plain_torch(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(loss_module, "_said", set())
+    monkeypatch.setattr(_once, "said", set())
     head = nn.Linear(D, V, dtype=torch.float64)
     hidden, labels = batch("cpu", torch.float64)
     loss_fn = flce.LinearCrossEntropyLoss(head, shift=1)
@@ -235,7 +236,7 @@ def test_auto_computes_what_flce_refuses_in_plain_torch(monkeypatch: pytest.Monk
 def test_auto_falls_back_at_the_first_call_and_an_explicit_choice_raises(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(loss_module, "_said", set())
+    monkeypatch.setattr(_once, "said", set())
     monkeypatch.setattr(loss_module, "_why_not_flce", lambda: None)
 
     def unavailable(*_: Any, **__: Any) -> None:

@@ -18,6 +18,7 @@ from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
 import flce
 from flce.adapters import _own_loss
 from flce.adapters._shared_rows import SharedRows
+from flce.core import _once
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -403,7 +404,7 @@ def test_no_model_is_refused_by_name(call: Any) -> None:
 
 
 def test_what_does_nothing_is_said_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flce.loss, "_said", set())
+    monkeypatch.setattr(_once, "said", set())
     model = flce.patch(tiny_model().train())
     tokens = {"input_ids": batch()["input_ids"]}
     for _ in range(2):

@@ -31,6 +31,7 @@ from trl.kernels.chunked_logprob import OPTIONAL_OUTPUTS  # noqa: E402
 from trl.kernels.chunked_logprob import ChunkedLogProbFunction as Own  # noqa: E402
 
 import flce.trl  # noqa: E402
+from flce.core import _once  # noqa: E402
 
 Fused = flce.trl.ChunkedLogProbFunction
 PLACES = ((trl.kernels, "ChunkedLogProbFunction"), (trl.kernels.chunked_logprob, "ChunkedLogProbFunction"))
@@ -198,7 +199,7 @@ def test_torch_compile_traces_it() -> None:
 
 
 def test_what_flce_does_not_compute_is_trls_own(caplog: pytest.LogCaptureFixture) -> None:
-    flce.trl._own._said.clear()
+    _once.said.clear()
     tensors, targets = arguments(dtype=torch.float64)
     before = called()
     with caplog.at_level(logging.WARNING, "flce"):

@@ -26,7 +26,7 @@ from flce.adapters import _model_facts
 from flce.adapters._replay import Recording
 from flce.adapters._shared_rows import SharedRows
 from flce.call import _heads
-from flce.loss import say_once
+from flce.core._once import say_once
 
 # Arguments that a causal LM's forward takes for its own logits and loss.
 _LOSS_ARGUMENTS = ("num_items_in_batch", "shift_labels", "return_dict")

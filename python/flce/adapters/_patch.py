@@ -12,8 +12,9 @@ from torch import Tensor
 from flce import errors
 from flce.adapters import _head_tap, _model_facts
 from flce.adapters._model_facts import has_encoder
+from flce.core._once import say_once
 from flce.huggingface import CausalLMLoss, causal_lm_of, check_labels_shape, check_model, return_hidden_states
-from flce.loss import OF_TRAINING, say_once
+from flce.loss import OF_TRAINING
 
 
 class _Patch:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import weakref
 from typing import Any
 
@@ -14,11 +13,11 @@ from torch.utils.checkpoint import checkpoint
 from flce import errors, functional
 from flce.call import _heads
 from flce.call._checks import is_dtensor
+from flce.core._once import say_once
 
 __all__ = ["LinearCrossEntropyLoss"]
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_log = logging.getLogger("flce")
 
 
 class LinearCrossEntropyLoss(nn.Module):
@@ -134,7 +133,9 @@ def _operands(projection: Any, hidden: Tensor) -> _heads.Operands | None:
     base: Any = projection.get_base_layer() if _heads._is_adapter(projection) else projection
     hooked = any(not _is_of_colwise(hook) for hooks in _HOOKS for hook in getattr(projection, hooks).values())
     if hooked or _heads.why_weight_is_made(projection) or type(base).forward is not nn.Linear.forward or "forward" in vars(projection):
-        _say_once(type(projection).__qualname__, "has hooks" if hooked else "is more than a linear layer")
+        about = f"LinearCrossEntropyLoss: the output layer {type(projection).__qualname__}"
+        why = "has hooks" if hooked else "is more than a linear layer"
+        say_once(f"{about} {why}; it is called as it is and makes logits, a part at a time", about)
         return None
     return _heads.operands(projection, hidden)
 
@@ -220,12 +221,3 @@ def _whole_logits(logits: Any, projection: Any) -> Tensor:
             "ColwiseParallel(..., use_local_output=False)"
         )
     return whole
-
-
-_said: set[str] = set()
-
-
-def _say_once(layer: str, why: str) -> None:
-    if layer not in _said:
-        _said.add(layer)
-        _log.warning("LinearCrossEntropyLoss: the output layer %s %s; it is called as it is and makes logits, a part at a time", layer, why)

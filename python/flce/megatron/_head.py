@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import logging
 import types
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -16,10 +15,9 @@ from flce.call import _checks
 from flce.call._checks import is_dtensor
 from flce.call._options import check_options, taken_by
 from flce.call._targets import check_ignore_index
+from flce.core._once import say_once
 from flce.functional import linear_cross_entropy
 
-_log = logging.getLogger("flce")
-_said: set[str] = set()
 _OPTIONS = frozenset(taken_by("megatron"))
 _OWN_FUSIONS = ("native", "te")  # config.cross_entropy_fusion_impl's cross entropies of logits, whose formula is flce's
 _INSTEAD = "leave that out, or keep Megatron's own loss"
@@ -326,12 +324,6 @@ def main_grad_for(layer: Any, weight: Tensor, hidden: Tensor, choice: bool | Non
     except errors.ArgumentError as error:
         if choice:
             raise
-        _say_once(f"flce.megatron: the output layer's gradient goes through autograd, not to main_grad directly: {error}")
+        say_once(f"flce.megatron: the output layer's gradient goes through autograd, not to main_grad directly: {error}")
         return None
     return buffer
-
-
-def _say_once(message: str) -> None:
-    if message not in _said:
-        _said.add(message)
-        _log.warning(message)

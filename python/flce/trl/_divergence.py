@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from flce import errors, functional
+from flce.core._once import say_once
 from flce.trl import _own
 
 _MOST_CLASSES = 256  # the most teacher's ids that linear_topk_distillation takes
@@ -48,7 +49,7 @@ def chunked_jsd_loss(
     _own.check_temperature(temperature)
     formula = {"logit_scale": logit_scale, "final_logit_softcapping": final_logit_softcapping}
     if target_ids.shape[-1] > _MOST_CLASSES:
-        _own.say_once(f"flce.trl: TRL's own _chunked_jsd_loss computes more than {_MOST_CLASSES} classes a token")
+        say_once(f"flce.trl: TRL's own _chunked_jsd_loss computes more than {_MOST_CLASSES} classes a token")
         _own.count(fused=False)
         return _own.DIVERGENCE.own()(*given)  # type: ignore[no-any-return]
     if not _own.computes("_chunked_jsd_loss", hidden_valid, lm_head_weight, **formula):

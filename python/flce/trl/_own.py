@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import logging
 import sys
 from collections import Counter
 from types import ModuleType
@@ -16,6 +15,7 @@ from torch import Tensor
 from flce import errors
 from flce.call._checks import DTYPES
 from flce.core import _locks
+from flce.core._once import say_once
 
 OLDEST = (1, 15)  # the oldest TRL that is taken
 TESTED = "1.16.0"
@@ -23,10 +23,8 @@ OPTIONAL_OUTPUTS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 _OLDEST_GPU = (8, 0)
 _UTILS = "trl.trainer.utils"
 
-_log = logging.getLogger("flce")
 _lock = _locks.new_lock()
 _calls: Counter[str] = Counter()
-_said: set[str] = set()
 
 
 class TemperatureError(errors.SpecError, ZeroDivisionError):
@@ -174,9 +172,3 @@ def count(*, fused: bool) -> None:
     if not torch.compiler.is_compiling():
         with _lock:
             _calls["fused" if fused else "own"] += 1
-
-
-def say_once(message: str) -> None:
-    if message not in _said:
-        _said.add(message)
-        _log.warning(message)
