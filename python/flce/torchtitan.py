@@ -10,7 +10,7 @@ Importing this module imports torchtitan.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -33,6 +33,7 @@ from torchtitan.distributed.spmd_types import (  # type: ignore[import-untyped,i
 from torchtitan.distributed.utils import get_spmd_backend  # type: ignore[import-untyped,import-not-found,unused-ignore]
 
 from flce import errors
+from flce.adapters._methods import standing_in
 from flce.call import _heads
 from flce.call._options import check_options, taken_by
 from flce.functional import linear_cross_entropy
@@ -135,7 +136,7 @@ class FusedLoss(ChunkedLossWrapper):
             computed.append(self._loss(head, given, labels, count))
             return computed[0]
 
-        with _kept_gathered(head), _in_place_of_forward(head, forward):
+        with _kept_gathered(head), standing_in(head, "forward", forward):
             head(leaf).backward()
         assert leaf.grad is not None
         loss: Tensor = _Handed.apply(hidden, leaf.grad, computed[0].detach(), _anchor(hidden))
@@ -269,19 +270,6 @@ def _is_capped(head: Any) -> bool:
 
 def _kind(head: Any) -> str:
     return f"{type(head).__module__}.{type(head).__qualname__}"
-
-
-@contextlib.contextmanager
-def _in_place_of_forward(head: Any, forward: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    own = vars(head).get("forward")
-    head.forward = forward
-    try:
-        yield
-    finally:
-        if own is None:
-            del head.forward
-        else:
-            head.forward = own
 
 
 # ── Where the weight lies ───────────────────────────

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from flce import errors
 from flce.adapters import _model_facts
+from flce.adapters._methods import put_back
 from flce.adapters._replay import Recording
 from flce.adapters._shared_rows import SharedRows
 from flce.call import _heads
@@ -404,7 +405,7 @@ def remove(model: Any) -> None:
     tap = of(model)
     if tap is None:
         return
-    now, own = model.__dict__.get("forward"), model.__dict__["_flce_own_forward"]
+    now = model.__dict__.get("forward")
     outside = not _is_ours(now, _model_forward, _unwrapped_model_forward)
     if outside and not _is_under(now):
         raise _wrapped_since(model)
@@ -414,9 +415,7 @@ def remove(model: Any) -> None:
         _release(tap.head, tap)
     del model.__dict__["_flce_tap"]
     if not outside:  # else what lies under a wrapper of accelerate's goes on as the model's own
-        del model.__dict__["_flce_own_forward"], model.forward
-        if own is not None:
-            model.forward = own
+        put_back(model, "forward", model.__dict__.pop("_flce_own_forward"))
     _restore_rest(model, tap)
 
 
@@ -444,10 +443,8 @@ def _release(head: Any, tap: HeadTap) -> None:
     head.__dict__["_flce_taps"] = left
     if left:  # another patched model shares it
         return
-    own = head.__dict__.pop("_flce_own_forward")
-    del head.__dict__["_flce_taps"], head.forward
-    if own is not None:
-        head.forward = own
+    del head.__dict__["_flce_taps"]
+    put_back(head, "forward", head.__dict__.pop("_flce_own_forward"))
 
 
 def _notice(model: Any, args: Any, kwargs: Any) -> None:

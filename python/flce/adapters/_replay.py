@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from flce import errors
+from flce.adapters._methods import put_back
 from flce.adapters._shared_rows import SharedRows
 
 # Arguments that a module may get in another form where the model has labels, with the same result.
@@ -56,9 +57,7 @@ class Recording:
         """Has modules answer their calls again as they did before so many of them were changed."""
         while len(self._changed) > before:
             module, own = self._changed.pop()
-            module.__dict__.pop("_compiled_call_impl", None)
-            if own is not None:
-                module.__dict__["_compiled_call_impl"] = own
+            put_back(module, "_compiled_call_impl", own)
 
     def _call(self, module: nn.Module, own: Any, through: bool, *args: Any, **kwargs: Any) -> Any:
         if threading.get_ident() != self.thread:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from flce import errors
+from flce.adapters._methods import standing_in
 from flce.call import _checks
 from flce.call._checks import is_dtensor
 from flce.call._options import check_options, taken_by
@@ -128,15 +129,8 @@ def call_deferring(layer: Any, hidden: Tensor, **keywords: Any) -> UnmadeLogits:
     """Calls the output layer as a module, so that the hooks before its forward run: DistributedDataParallel waits there for parameters that
     it gathers (overlap_param_gather)."""
     check_layer(layer)
-    before = layer.__dict__.get("forward")
-    layer.__dict__["forward"] = types.MethodType(defer, layer)
-    try:
+    with standing_in(layer, "forward", types.MethodType(defer, layer)):
         logits, _ = layer(hidden, **keywords)
-    finally:
-        if before is None:
-            del layer.__dict__["forward"]
-        else:
-            layer.__dict__["forward"] = before
     made: UnmadeLogits = logits
     return made
 
