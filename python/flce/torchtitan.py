@@ -237,9 +237,8 @@ def product_of(head: Any, hidden: Tensor) -> Product:
         return Product(hidden, head.weight, head.bias, head.output_multiplier, head.output_soft_cap_temp)
     if not _is_lora(head):
         return Product(hidden, head.weight, head.bias)
-    reduced = head.lora_a(hidden) * head._lora_scaling
-    weights = [head.weight, head.lora_b.weight.to(head.weight.dtype)]
-    return Product(_heads.joined([hidden, reduced.to(hidden.dtype)], -1), _heads.joined(weights, 1), head.bias)
+    added = [(head.lora_a(hidden) * head._lora_scaling, head.lora_b.weight)]
+    return Product(*_heads.with_products(hidden, head.weight, added), head.bias)
 
 
 def _is_linear(kind: type) -> bool:

@@ -64,17 +64,22 @@ def operands(head: Any, hidden: Tensor, *, dropout: bool = True, applied: tuple[
     check_weight("the output layer's weight", weight, hidden)
     if not adapters:
         return Operands(hidden, weight, bias)
-    hiddens, weights = [hidden], [weight]
+    added = []
     for name in adapters:
         a, b = head.lora_A[name], head.lora_B[name]
         given = hidden.to(a.weight.dtype)
-        reduced = a(head.lora_dropout[name](given) if dropout else given) * head.scaling[name]
-        hiddens.append(reduced.to(hidden.dtype))
-        weights.append(b.weight.to(weight.dtype))
+        added.append((a(head.lora_dropout[name](given) if dropout else given) * head.scaling[name], b.weight))
         if b.bias is not None:
             more = b.bias * head.scaling[name]
             bias = more if bias is None else bias + more.to(bias.dtype)
-    return Operands(joined(hiddens, -1), joined(weights, 1), bias)
+    return Operands(*with_products(hidden, weight, added), bias)
+
+
+def with_products(hidden: Tensor, weight: Tensor, added: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """(hidden, weight) whose product is hidden · weightᵀ and, added to it, that of each pair (reduced [..., r], B [V, r]): further columns
+    of both, in the dtypes of hidden and weight. It takes a copy of the weight."""
+    hiddens = [hidden, *(reduced.to(hidden.dtype) for reduced, _ in added)]
+    return joined(hiddens, -1), joined([weight, *(b.to(weight.dtype) for _, b in added)], 1)
 
 
 def _layers(head: Any) -> list[nn.Module]:
