@@ -11,7 +11,7 @@ import torch
 from flce import errors
 from flce.call import _options
 from flce.call._checks import HIDDEN_MULTIPLE
-from flce.core import _frame, _kernels, _native
+from flce.core import _frame, _kernels, _native, checks
 from flce.core._frame import KernelKey
 from flce.core._kernels import Kernel
 
@@ -126,8 +126,7 @@ def get_kernel(
     inputs = {"bias": bias, "class_weight": class_weight, "temperature": temperature, "token_weight": token_weight}
     flags = {"hidden_major": hidden_major, "accumulate": accumulate, **inputs}
     for name, flag in flags.items():
-        if not isinstance(flag, bool):
-            raise errors.DTypeError(f"{name} is {flag!r}; it must be True or False")
+        checks.flag(name, flag)
     if num_tokens is not None and (not isinstance(num_tokens, int) or num_tokens < 0):
         raise errors.ArgumentError(f"num_tokens is {num_tokens!r}; it must be an integer of 0 or more, or None")
     limit = _options.workspace_limit(workspace_limit_bytes)

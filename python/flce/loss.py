@@ -16,7 +16,7 @@ from flce.budget import MemoryBudget
 from flce.call import _arguments, _chunked, _heads
 from flce.call._options import check_options, of_kind, temperature_number
 from flce.call._targets import check_ignore_index, check_tensors, targets_of
-from flce.core import _native
+from flce.core import _native, checks
 from flce.core._frame import Parallel
 from flce.core._once import say_once
 from flce.functional import linear_cross_entropy
@@ -111,13 +111,11 @@ class LinearCrossEntropyLoss:
         shift: int,
         **options: Any,
     ) -> None:
-        if impl not in IMPLEMENTATIONS:
-            raise errors.ArgumentError(f"impl is {impl!r}; allowed are {', '.join(map(repr, IMPLEMENTATIONS))}")
+        checks.choice("impl", impl, IMPLEMENTATIONS)
         check_options(options, shift)
         if not isinstance(chunk_size, int) or chunk_size < 1:
             raise errors.ArgumentError(f"chunk_size is {chunk_size!r}; it must be an integer of 1 or more")
-        if not isinstance(compile, bool):
-            raise errors.DTypeError(f"compile is {compile!r}; it must be True or False")
+        checks.flag("compile", compile)
         self._output_embeddings = output_embeddings
         if not isinstance(_heads.weight_of(self.output_embeddings), Tensor):
             raise errors.ArgumentError(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from flce import errors
 from flce.call._checks import check_gradient_memory
-from flce.core import _autograd, _zero3
+from flce.core import _autograd, _zero3, checks
 from flce.core._frame import is_hidden_major
 from flce.loss import LinearCrossEntropyLoss
 
@@ -59,8 +59,7 @@ class PipelineFusedLoss(LinearCrossEntropyLoss):
         output_layer: nn.Module | None = None,
         **options: Any,
     ) -> None:
-        if not isinstance(accumulate_into_grad, bool):
-            raise errors.DTypeError(f"accumulate_into_grad is {accumulate_into_grad!r}; it must be True or False")
+        checks.flag("accumulate_into_grad", accumulate_into_grad)
         if (output_embeddings is None) == (output_layer is None):
             raise errors.ArgumentError("output_embeddings is the layer whose loss this is: give it, or output_layer in its place, not both")
         layer: Any = output_layer if output_embeddings is None else output_embeddings

@@ -12,6 +12,7 @@ from torch import Tensor
 from flce import errors
 from flce.adapters import _head_tap, _model_facts
 from flce.adapters._model_facts import has_encoder
+from flce.core import checks
 from flce.core._once import say_once
 from flce.huggingface import CausalLMLoss, causal_lm_of, check_labels_shape, check_model, return_hidden_states
 from flce.loss import OF_TRAINING
@@ -155,8 +156,7 @@ def patch(model: Any, *, training_logits: bool = False, evaluation_logits: bool 
     step for one whose own logits or loss are other ones, with the difference, its likely cause and how to say it by hand.
     """
     for name, flag in (("training_logits", training_logits), ("evaluation_logits", evaluation_logits)):
-        if not isinstance(flag, bool):
-            raise errors.DTypeError(f"{name} is {flag!r}; it must be True or False")
+        checks.flag(name, flag)
     inner = causal_lm_of(model)
     if has_encoder(inner) and not _makes_decoder_input_ids(inner):
         raise errors.ArgumentError(

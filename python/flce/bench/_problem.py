@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from flce import errors
+from flce.core import checks
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 PASSES = ("forward_backward", "forward")
@@ -42,9 +43,7 @@ class Problem:
     def check(self) -> Problem:
         """Itself. Raises ArgumentError naming what is wrong."""
         for name, least in (("num_tokens", 1), ("hidden_size", 1), ("vocab_size", 2)):
-            size = getattr(self, name)
-            if not isinstance(size, int) or isinstance(size, bool) or size < least:
-                raise errors.ArgumentError(f"{name} is {size!r}; it must be an integer of {least} or more")
+            checks.integer(name, getattr(self, name), least)
         for name, allowed in (("dtype", tuple(DTYPES)), ("pass", PASSES), ("frozen", FROZEN)):
             value = getattr(self, "pass_" if name == "pass" else name)
             if value not in allowed:

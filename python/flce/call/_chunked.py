@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from flce.call._options import LEAST_TEMPERATURE, MOST_TEMPERATURE
+from flce.core.checks import LEAST_TEMPERATURE, MOST_TEMPERATURE
 
 ChunkLoss = Callable[..., tuple[Tensor, Tensor]]
 

@@ -17,13 +17,12 @@ import torch
 from flce import errors
 from flce.budget import MemoryBudget
 from flce.call._targets import check_ignore_index
-from flce.core import _frame, _retain
+from flce.core import _frame, _retain, checks
 from flce.core._frame import CallOptions
 
 REDUCTIONS = {"none": 0, "sum": 1, "mean": 2, "weighted_mean": 3}
 REDUCTION_NAMES = {code: name for name, code in REDUCTIONS.items()}
 OUTPUTS = (*_frame.VALUES[:-1], "top1", _frame.VALUES[-1])  # a Spec's outputs, in the order in which callers get them
-LEAST_TEMPERATURE, MOST_TEMPERATURE = 2.0**-100, 2.0**100
 _LONG = 1 << 63
 
 
@@ -154,7 +153,7 @@ _FLAGS = {name: f"return_{name}" for name in OUTPUTS}
 def asked_outputs(flags: Mapping[str, Any]) -> tuple[str, ...]:
     """The names of OUTPUTS whose flags are set."""
     for name, flag in flags.items():
-        _check_flag(name, flag)
+        checks.flag(name, flag)
     return tuple(name for name in OUTPUTS if flags.get(_FLAGS[name], False))
 
 
@@ -188,7 +187,7 @@ def spec_text(
         if value is not None and (parsed := number(name, value)) != default:
             parts.append(f"{name}={parsed!r}")
     for name, flag in (("batch_invariant", batch_invariant), ("dft", dft)):
-        _check_flag(name, flag)
+        checks.flag(name, flag)
         if flag:
             parts.append(name)
     if teacher_top_k:
@@ -236,14 +235,8 @@ def temperature_number(given: Any) -> float | None:
     if not isinstance(given, (int, float)) and not isinstance(given, numbers.Real):
         raise errors.DTypeError(f"temperature is a {type(given).__name__}; it must be a number or a float32 tensor of target's shape")
     number = float(given)
-    if not LEAST_TEMPERATURE <= number <= MOST_TEMPERATURE:
-        raise errors.ArgumentError(f"temperature is {number}; it must be between 2^-100 and 2^100")
+    checks.temperature(number)
     return None if number == 1.0 else number
-
-
-def _check_flag(name: str, flag: Any) -> None:
-    if not isinstance(flag, bool):
-        raise errors.DTypeError(f"{name} is {flag!r}; it must be True or False")
 
 
 # ── A loss's ────────────────────────────────────────
@@ -264,7 +257,7 @@ def check_options(options: Mapping[str, Any], shift: Any) -> None:
     if not isinstance(shift, int) or shift < 0:
         raise errors.ArgumentError(f"shift is {shift!r}; it must be an integer of 0 or more")
     for name in ("dft", "batch_invariant"):
-        _check_flag(name, options.get(name, False))
+        checks.flag(name, options.get(name, False))
     workspace_limit(options.get("workspace_limit_bytes"))
     retain_choice(options.get("retain_in_grad_weight"))
     if options.get("memory_limit_bytes") is not None and options.get("workspace_limit_bytes") is not None:

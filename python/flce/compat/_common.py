@@ -8,13 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flce import errors
+from flce.core import checks
 
 
 def check_reduction(given: Any, *allowed: str) -> None:
     """flce has reductions that peers do not have."""
-    if given not in allowed:
-        raise errors.ArgumentError(f"reduction is {given!r}; allowed are {', '.join(map(repr, allowed))}")
+    checks.choice("reduction", given, allowed)
 
 
 def nan_unless(some: Tensor, loss: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flce import errors
-from flce.engine import _checks
+from flce.core import checks
 from flce.engine._microbatches import Microbatch
 from flce.engine._output import HeadOutput, rows_of
 from flce.engine._stage import Stage
@@ -19,7 +19,7 @@ OUTPUTS = ("logits", "logprobs", "hidden", "entropy", "values")
 
 def check(stages: Sequence[Stage], output: Any, labels: Any, temperature: Any) -> None:
     """ArgumentError, ShapeError, DTypeError, before anything is computed: for what the output does not depend on as well."""
-    _checks.choice("output", output, OUTPUTS)
+    checks.choice("output", output, OUTPUTS)
     rows = rows_of(stages)
     if rows is not None and (rows == 1 if output in ("logprobs", "entropy") else rows > 1 and output == "values"):
         raise errors.ArgumentError(f"output is {output!r}, and the last stage's head has {rows} rows; values are of one row, a critic's")
@@ -30,7 +30,8 @@ def check(stages: Sequence[Stage], output: Any, labels: Any, temperature: Any) -
         raise errors.DTypeError(f"labels is {got}; it must be an int64 or int32 tensor")
     if labels is not None and labels.dim() != 1:
         raise errors.ShapeError(f"labels has shape {list(labels.shape)}; it must have one dimension, as packed_input_ids")
-    _checks.temperature(temperature)
+    checks.number("temperature", temperature)
+    checks.temperature(temperature)
     if temperature != 1.0 and output not in ("logprobs", "entropy"):
         raise errors.ArgumentError(f'temperature is {temperature}; it is for output="logprobs" and "entropy", and output is {output!r}')
 

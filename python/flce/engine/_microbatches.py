@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flce import errors
-from flce.engine import _checks
+from flce.core import checks
 from flce.engine._packed import PackedBatch
 
 
@@ -79,7 +79,7 @@ def cut(lengths: Sequence[int], num_micro_batches: int) -> tuple[int, ...]:
     """Where each microbatch's sequences start, and their number behind: runs of whole sequences, in the batch's order, whose largest number
     of tokens is the least possible. ArgumentError where there are fewer sequences than microbatches."""
     count = len(lengths)
-    _checks.integer("num_micro_batches", num_micro_batches, 1)
+    checks.integer("num_micro_batches", num_micro_batches, 1)
     if count < num_micro_batches:
         raise errors.ArgumentError(
             f"the batch has {count} sequences, which are fewer than its {num_micro_batches} microbatches, and no sequence is cut: give "
@@ -122,7 +122,7 @@ def kinds_of(kwargs: Mapping[str, Any], lengths: Sequence[int], rows: Mapping[st
     ShapeError name a keyword whose kind is not clear."""
     sizes = {TOKEN: sum(lengths), TARGET: sum(lengths) - len(lengths), SEQUENCE: len(lengths)}
     for name, kind in rows.items():
-        _checks.choice(f"rows[{name!r}]", kind, (*sizes, WHOLE))
+        checks.choice(f"rows[{name!r}]", kind, (*sizes, WHOLE))
         if name not in kwargs:
             raise errors.ArgumentError(f"rows names {name!r}, and no such keyword is given")
     kinds: dict[str, str] = {}

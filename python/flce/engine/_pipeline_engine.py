@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from flce import errors
-from flce.engine import _checks, _forward, _generate, _losses, _microbatches, _schedules, _setup, _step, _transport
+from flce.core import checks
+from flce.engine import _forward, _generate, _losses, _microbatches, _schedules, _setup, _step, _transport
 from flce.engine._agreement import Agreed, Call, Stepping
 from flce.engine._generate import Generated
 from flce.engine._microbatches import Microbatch
@@ -90,12 +91,12 @@ class PipelineEngine:
             self.data_parallel_group = _setup.copies_of(data_parallel_group)
             self.stages = _setup.stages_of(stage)
             self.num_stages = self.stages[0].num_stages
-            self.schedule = _checks.choice("schedule", schedule, tuple(_schedules.SCHEDULES))
+            self.schedule = checks.choice("schedule", schedule, tuple(_schedules.SCHEDULES))
             self.num_micro_batches = (
-                self.num_stages if num_micro_batches is None else _checks.integer("num_micro_batches", num_micro_batches, 1)
+                self.num_stages if num_micro_batches is None else checks.integer("num_micro_batches", num_micro_batches, 1)
             )
-            self.normalize = _checks.choice("normalize", normalize, ("micro_batches", "tokens"))
-            self.nonfinite = _checks.choice("nonfinite", nonfinite, ("raise", "skip"))
+            self.normalize = checks.choice("normalize", normalize, ("micro_batches", "tokens"))
+            self.nonfinite = checks.choice("nonfinite", nonfinite, ("raise", "skip"))
             self.max_grad_norm = _setup.norm(max_grad_norm)
             self.device = _setup.device_of(self.stages, device)
             self._head_options = head_options_of(head_options, memory_limit_bytes)
@@ -140,7 +141,7 @@ class PipelineEngine:
         """Sets the number for the learning-rate scheduler, which is stepped as lr_scheduler.step(version_steps) after a batch from now on:
         in reinforcement learning one version of a policy takes several optimizer steps. ArgumentError where the scheduler's step takes no
         such argument."""
-        _step.check_scheduler(self.lr_scheduler, _checks.integer("version_steps", version_steps, 0))
+        _step.check_scheduler(self.lr_scheduler, checks.integer("version_steps", version_steps, 0))
         self.version_steps = version_steps
 
     def train_batch(

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from flce import errors
-from flce.engine import _checks
+from flce.core import checks
 
 _MOST_NOISE = 1 << 24  #: elements of noise [rows, V] made at a time
 
@@ -48,22 +48,22 @@ class GenerationConfig:
     pad_token_id: int | None = None
 
     def __post_init__(self) -> None:
-        _checks.integer("max_new_tokens", self.max_new_tokens, 1)
-        _checks.integer("min_new_tokens", self.min_new_tokens, 0)
+        checks.integer("max_new_tokens", self.max_new_tokens, 1)
+        checks.integer("min_new_tokens", self.min_new_tokens, 0)
         if self.min_new_tokens > self.max_new_tokens:
             raise errors.ArgumentError(f"min_new_tokens is {self.min_new_tokens}; it must be at most max_new_tokens, {self.max_new_tokens}")
-        if not isinstance(self.greedy, bool):
-            raise errors.DTypeError(f"greedy is {self.greedy!r}; it must be True or False")
-        _checks.number("top_p", self.top_p)
+        checks.flag("greedy", self.greedy)
+        checks.number("top_p", self.top_p)
         if not 0.0 < self.top_p <= 1.0:
             raise errors.ArgumentError(f"top_p is {self.top_p}; it must be above 0 and at most 1, which keeps all tokens")
         if self.top_k is not None:
-            _checks.integer("top_k", self.top_k, 1, ", or None, which keeps all tokens")
-        _checks.temperature(self.temperature, ". greedy=True is what a temperature of 0 stands for")
+            checks.integer("top_k", self.top_k, 1, ", or None, which keeps all tokens")
+        checks.number("temperature", self.temperature)
+        checks.temperature(self.temperature, ". greedy=True is what a temperature of 0 stands for")
         for token in self.eos_token_ids:
-            _checks.integer("eos_token_id", token, 0)
+            checks.integer("eos_token_id", token, 0)
         if self.pad_token_id is not None:
-            _checks.integer("pad_token_id", self.pad_token_id, 0)
+            checks.integer("pad_token_id", self.pad_token_id, 0)
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -81,11 +81,11 @@ class GenerationConfig:
         if not ends:
             ends = _as_tuple("tokenizer.eos_token_id", getattr(tokenizer, "eos_token_id", None))
             for token in ends:
-                _checks.integer("tokenizer.eos_token_id", token, 0)
+                checks.integer("tokenizer.eos_token_id", token, 0)
         if pad is None:
             pad = getattr(tokenizer, "pad_token_id", None)
             if pad is not None:
-                _checks.integer("tokenizer.pad_token_id", pad, 0)
+                checks.integer("tokenizer.pad_token_id", pad, 0)
         if pad is None:
             pad = ends[0] if ends else 0
         return ends, pad

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 import warnings
@@ -13,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from flce import errors
-from flce.engine import _checks
 from flce.engine._agreement import Agreed
 from flce.engine._losses import Losses
 from flce.engine._transport import on_device
@@ -52,11 +52,24 @@ def check_scheduler(scheduler: Any, version_steps: int | None) -> None:
         raise errors.ArgumentError(f"lr_scheduler is a {kind}, whose step takes a metric; step it yourself, behind train_batch")
     if not callable(getattr(scheduler, "step", None)):
         raise errors.ArgumentError(f"lr_scheduler is a {kind}, which has no step()")
-    refused = _checks.why_not_called(scheduler.step, *(() if version_steps is None else (version_steps,)))
+    refused = _why_not_called(scheduler.step, *(() if version_steps is None else (version_steps,)))
     if refused is not None:
         given = "" if version_steps is None else f"{version_steps}"
         why = "" if version_steps is None else "; set_version_steps is for schedulers that take it"
         raise errors.ArgumentError(f"lr_scheduler is a {kind}, whose step cannot be called as step({given}): {refused}{why}")
+
+
+def _why_not_called(function: Any, *arguments: Any) -> str | None:
+    """Why `function` cannot be called with these, by its signature; None where it can, or has none."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # not a Python function
+        return None
+    try:
+        signature.bind(*arguments)
+    except TypeError as error:
+        return str(error)
+    return None
 
 
 def clear_gradients(engine: PipelineEngine) -> None:

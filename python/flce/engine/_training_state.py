@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flce.engine import _checks
+from flce.core import checks
 from flce.engine._checkpoint_files import read_json
 from flce.engine._collective import Group, gather, rank_of, size_of, step, write_together
 from flce.engine._replacement import present, replace_text, write_text
@@ -79,8 +79,8 @@ def save_state(engine: Trained, directory: str | os.PathLike[str], step: int, *,
     groups = _groups_of(engine)
 
     def prepare() -> dict[str, Any]:
-        _checks.integer("step", step, 0)
-        _checks.integer("keep", keep, 1)
+        checks.integer("step", step, 0)
+        checks.integer("keep", keep, 1)
         return _content_of(engine, step, extra)
 
     content = agreed(groups, prepare)
@@ -293,7 +293,7 @@ def _point_to(folder: Path, keep: int) -> None:
 def _read(engine: Trained, directory: Path, step: int | None) -> dict[str, Any]:
     """This rank's file, when all of it fits."""
     if step is not None:
-        _checks.integer("step", step, 0)
+        checks.integer("step", step, 0)
     number = latest_step(directory) if step is None else step
     if number is None:
         raise CheckpointError(f"{directory} has no state: there is no file {LATEST!r} in it")

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from flce import errors, huggingface
-from flce.engine import _attention, _checks, _plan
+from flce.core import checks
+from flce.engine import _attention, _plan
 from flce.engine._packed import KVCache, PackedBatch
 from flce.engine._stage import Stage
 
@@ -115,7 +116,7 @@ class CausalLMStage(Stage):
     def new_cache(self, num_sequences: int, max_length: int) -> KVCache:
         """Raises ArgumentError: a number below 1, or more tokens than the model's positions allow in a cache."""
         for name, value in (("num_sequences", num_sequences), ("max_length", max_length)):
-            _checks.integer(name, value, 1)
+            checks.integer(name, value, 1)
         self._check_length(max_length, "max_length is")
         attention: Any = next(module for module in self.layers[0].modules() if hasattr(module, "layer_idx"))
         heads = getattr(self.config, "num_key_value_heads", None) or self.config.num_attention_heads

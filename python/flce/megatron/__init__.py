@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from flce import errors
+from flce.core import checks
 from flce.megatron import _head, _patch
 from flce.megatron._patch import mtp_acceptance, patch, unpatch
 
@@ -35,8 +36,7 @@ class OutputProcessor:
     """
 
     def __init__(self, *, main_grad: bool | None = None, return_entropy: bool = False, **options: Any) -> None:
-        if not isinstance(return_entropy, bool):
-            raise errors.DTypeError(f"return_entropy is {return_entropy!r}; it must be True or False")
+        checks.flag("return_entropy", return_entropy)
         self.return_entropy = return_entropy
         self.settings = _head.settings_of(main_grad, options)
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flce import errors
+from flce.core import checks
 from flce.core._frame import DTYPE_NAMES, Parallel
 
 if dist.is_available():
@@ -44,8 +45,7 @@ def asked(
         return None
     others = {"vocab_start": vocab_start, "vocab_size": vocab_size, "reduce_dtype": reduce_dtype}
     for name, flag in (("sequence_parallel", sequence_parallel), ("reduce_grad_hidden", reduce_grad_hidden)):
-        if not isinstance(flag, bool):
-            raise errors.DTypeError(f"{name} is {flag!r}; it must be True or False")
+        checks.flag(name, flag)
     if process_group is None:
         flags = {"sequence_parallel": sequence_parallel or None, "reduce_grad_hidden": None if reduce_grad_hidden else False}
         for name, value in {**flags, **others}.items():
@@ -54,9 +54,8 @@ def asked(
         return None
     group = group_of(process_group)
     for name in ("vocab_start", "vocab_size"):
-        value = others[name]
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
-            raise errors.ArgumentError(f"{name} is {value!r}; it must be an integer of 0 or more, or None")
+        if others[name] is not None:
+            checks.integer(name, others[name], 0, ", or None")
     if reduce_dtype is not None and not (isinstance(reduce_dtype, torch.dtype) and reduce_dtype in DTYPE_NAMES):
         raise errors.DTypeError(f"reduce_dtype is {reduce_dtype!r}; allowed are torch.bfloat16, torch.float16, torch.float32 and None")
     if not reduce_grad_hidden:

@@ -1,12 +1,18 @@
-"""Checks of arguments that several calls have."""
+"""Checks of arguments that are no tensors, which functions, adapters and the engine have alike."""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from typing import Any
 
 from flce import errors
+
+LEAST_TEMPERATURE, MOST_TEMPERATURE = 2.0**-100, 2.0**100
+
+
+def flag(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise errors.DTypeError(f"{name} is {value!r}; it must be True or False")
 
 
 def choice(name: str, value: Any, allowed: Sequence[str]) -> str:
@@ -26,21 +32,7 @@ def number(name: str, value: Any) -> None:
         raise errors.DTypeError(f"{name} is {value!r}; it must be a number")
 
 
-def temperature(value: Any, instead: str = "") -> None:
-    """Checks the number that logits are divided by, as flce's functions do."""
-    number("temperature", value)
-    if not 2.0**-100 <= value <= 2.0**100:
+def temperature(value: float, instead: str = "") -> None:
+    """Checks the range of a number that logits are divided by."""
+    if not LEAST_TEMPERATURE <= value <= MOST_TEMPERATURE:
         raise errors.ArgumentError(f"temperature is {value}; it must be between 2^-100 and 2^100{instead}")
-
-
-def why_not_called(function: Any, *arguments: Any, **keywords: Any) -> str | None:
-    """Why `function` cannot be called with these, by its signature; None where it can, or has none."""
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):  # not a Python function
-        return None
-    try:
-        signature.bind(*arguments, **keywords)
-    except TypeError as error:
-        return str(error)
-    return None
