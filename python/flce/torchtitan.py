@@ -34,7 +34,7 @@ from torchtitan.distributed.utils import get_spmd_backend  # type: ignore[import
 
 from flce import errors
 from flce.adapters._methods import standing_in
-from flce.call import _heads
+from flce.call._heads import kind_of, with_products
 from flce.call._options import check_options, taken_by
 from flce.functional import linear_cross_entropy
 
@@ -149,7 +149,8 @@ class FusedLoss(ChunkedLossWrapper):
             own = getattr(product, name)
             if own is not None and options.setdefault(name, own) != own:
                 raise errors.ArgumentError(
-                    f"{name} is {options[name]} and the output layer, a {_kind(head)}, has one of {own}; leave it out of the loss's config"
+                    f"{name} is {options[name]} and the output layer, a {kind_of(head)}, has one of {own}; leave it out of the loss's "
+                    "config"
                 )
         if count is None:
             options["reduction"] = "sum"
@@ -222,8 +223,8 @@ def check_head(head: Any) -> None:
         raise errors.ArgumentError(f"lm_head has a forward of its own ({getattr(own, '__qualname__', own)}); {_INSTEAD}")
     if not (_is_linear(type(head)) or _is_lora(head) or _is_capped(head)):
         raise errors.ArgumentError(
-            f"lm_head is a {_kind(head)}, whose logits are not known to be a product of hidden and its weight; {_INSTEAD} (float8, mx and "
-            "nvfp4 converters: leave lm_head out, with filter_fqns or fqns)"
+            f"lm_head is a {kind_of(head)}, whose logits are not known to be a product of hidden and its weight; {_INSTEAD} (float8, mx "
+            "and nvfp4 converters: leave lm_head out, with filter_fqns or fqns)"
         )
 
 
@@ -238,7 +239,7 @@ def product_of(head: Any, hidden: Tensor) -> Product:
     if not _is_lora(head):
         return Product(hidden, head.weight, head.bias)
     added = [(head.lora_a(hidden) * head._lora_scaling, head.lora_b.weight)]
-    return Product(*_heads.with_products(hidden, head.weight, added), head.bias)
+    return Product(*with_products(hidden, head.weight, added), head.bias)
 
 
 def _is_linear(kind: type) -> bool:
@@ -265,10 +266,6 @@ def _is_lora(head: Any) -> bool:
 def _is_capped(head: Any) -> bool:
     owner = _forward_class(head)[0]
     return owner.__name__ == "SoftCappedLinear" and owner.__module__ == "torchtitan.models.muse_glimmer.model"
-
-
-def _kind(head: Any) -> str:
-    return f"{type(head).__module__}.{type(head).__qualname__}"
 
 
 # ── Where the weight lies ───────────────────────────

@@ -356,10 +356,7 @@ def _probe(tap: HeadTap, head: Any, hidden: Tensor) -> Tensor:
     Nothing of it is in the step's graph, so a step that compares saves the same tensors as the next one, with which a checkpoint recomputes
     it."""
     _heads.refuse_other_steps(head)
-    dropouts = [module for module in head.modules() if isinstance(module, nn.Dropout) and module.training]
-    for module in dropouts:
-        module.training = False
-    try:
+    with _heads.without_dropout(head):
         # Each sequence's last row: padded on the right or not, it attends to something.
         last = hidden[..., -1:, :]
         _heads.operands(head, last, dropout=False)  # raises for a weight that cannot be read, before the forward fails by it
@@ -368,9 +365,6 @@ def _probe(tap: HeadTap, head: Any, hidden: Tensor) -> Tensor:
         own: Tensor = _own_forward(head, tap.probe)
         tap.probe_own = own
         return own
-    finally:
-        for module in dropouts:
-            module.training = True
 
 
 def install(model: Any) -> None:

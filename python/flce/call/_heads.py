@@ -177,7 +177,7 @@ def _refuse_unused_parameters(layer: Any, weight: Any, bias: Any) -> None:
     for name, parameter in others:
         if parameter.requires_grad and parameter is not weight and parameter is not bias:
             raise errors.ArgumentError(
-                f"the output layer is a {type(holder).__module__}.{type(holder).__qualname__} with a parameter {name} "
+                f"the output layer is a {kind_of(holder)} with a parameter {name} "
                 f"{list(parameter.shape)} beside its weight and bias, which would get no gradient: keep the model's own loss"
             )
 
@@ -212,6 +212,19 @@ def without_graph() -> Iterator[None]:
         torch.set_autocast_cache_enabled(caching)
 
 
+@contextmanager
+def without_dropout(head: Any) -> Iterator[None]:
+    """Has the dropouts inside `head`, an adapter's among them, drop nothing."""
+    dropouts = [module for module in head.modules() if isinstance(module, nn.Dropout) and module.training]
+    for module in dropouts:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in dropouts:
+            module.training = True
+
+
 @without_graph()
 def forward_is_product(head: Any, hidden: Tensor) -> bool:
     """Whether two rows settle that the head's own forward makes of hidden [T, D] what `operands` says: the last one, and the same so long
@@ -223,21 +236,15 @@ def forward_is_product(head: Any, hidden: Tensor) -> bool:
         return True
     if not len(hidden):
         return False
-    dropouts = [module for module in head.modules() if isinstance(module, nn.Dropout) and module.training]
-    try:
-        for module in dropouts:
-            module.training = False
+    with without_dropout(head):
         last = hidden.detach()[-1:]
         rows = probe_rows(last, operands(head, last).logits())
         own, plain = head(rows), operands(head, rows).logits()
-    finally:
-        for module in dropouts:
-            module.training = True
     return _settles(head, own, plain)
 
 
 def _settles(head: Any, own: Any, plain: Tensor) -> bool:
-    what = f"the forward of the output layer, a {type(head).__module__}.{type(head).__qualname__},"
+    what = f"the forward of the output layer, a {kind_of(head)},"
     if not isinstance(own, Tensor) or own.shape != plain.shape:
         given = list(own.shape) if isinstance(own, Tensor) else type(own).__name__
         raise errors.ArgumentError(f"{what} gives {given} for two rows; it must give logits {list(plain.shape)}")

@@ -14,6 +14,7 @@ from flce import errors
 from flce.adapters._methods import standing_in
 from flce.call import _checks
 from flce.call._checks import is_dtensor
+from flce.call._heads import kind_of
 from flce.call._options import check_options, taken_by
 from flce.call._targets import check_ignore_index
 from flce.core._once import say_once
@@ -154,13 +155,12 @@ class DeferringLayer:
 def check_layer(layer: Any) -> None:
     """Raises ArgumentError where the layer computes something else than hidden · weightᵀ of this rank's rows, or is told something that
     this loss does not do."""
-    kind = f"{type(layer).__module__}.{type(layer).__qualname__}"
     known = core("tensor_parallel.layers").ColumnParallelLinear
     own = isinstance(layer, known) and all(getattr(type(layer), name) is getattr(known, name) for name in ("forward", "_forward_impl"))
     if not own:
         raise errors.ArgumentError(
-            f"the output layer is a {kind}; it must be megatron.core's ColumnParallelLinear. Leave the output layer out of LoRA's and "
-            "other adapters' and of quantisation's target modules"
+            f"the output layer is a {kind_of(layer)}; it must be megatron.core's ColumnParallelLinear. Leave the output layer out of "
+            "LoRA's and other adapters' and of quantisation's target modules"
         )
     replaced = layer.__dict__.get("forward")
     if replaced is not None and getattr(replaced, "__module__", None) not in (__name__, f"{__package__}._patch"):

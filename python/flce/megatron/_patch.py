@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flce import errors
+from flce.call._heads import kind_of
 from flce.megatron import _head
 from flce.megatron._head import Settings, UnmadeLogits, core
 
@@ -118,8 +119,7 @@ def language_model_of(model: Any) -> Any:
         inner = inner.module
     if _kind_of(inner) is None:
         raise errors.ArgumentError(
-            f"model is a {type(inner).__module__}.{type(inner).__qualname__}; it must be megatron.core's {', '.join(_KINDS[:-1])} or "
-            f"{_KINDS[-1]}, or wrap one"
+            f"model is a {kind_of(inner)}; it must be megatron.core's {', '.join(_KINDS[:-1])} or {_KINDS[-1]}, or wrap one"
         )
     return inner
 
