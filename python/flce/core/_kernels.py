@@ -195,16 +195,24 @@ class LoadedKernel(Kernel):
         """Writes `values` (`new_values`), `top1` (`new_top1`) and teacher_logprobs (None: not wanted). Returns the tensor that backward
         needs: `outputs.saved` and teacher_logprobs one behind the other, with a `Retained` attached where there is one (`_retain.of`)."""
         frame = self._take_frame()
-        kept = frame.inputs(frame.forward, given)  # noqa: F841  # alive until the call is made
-        retained = self.prepare_retained(frame, given)
+        kept = frame.inputs(frame.forward, self.as_read(given))  # noqa: F841  # alive until the call is made
+        retained = self.prepare_retained(frame, given)  # known again by the hidden states that backward is given
         saved = self.new_floats(self.outputs.saved_size(frame.num_tokens))
         outputs = self.point_to_outputs(frame, saved, values, top1)
-        self.run(self.forward_function, frame.forward_address, frame.forward_bytes)
+        self.run_forward(frame, given)
         self.copy_statistics(outputs, saved, frame.num_tokens, teacher_logprobs)
         self.frames.append(frame)
         if retained is not None:
             _retain.attach(retained, saved)
         return saved
+
+    def as_read(self, given: Inputs) -> Inputs:
+        """`given` as forward reads it."""
+        return given
+
+    def run_forward(self, frame: Frame, given: Inputs) -> None:
+        """Forward of a filled frame."""
+        self.run(self.forward_function, frame.forward_address, frame.forward_bytes)
 
     def prepare_retained(self, frame: Frame, given: Inputs) -> _retain.Retained | None:
         """Prepares the memory that forward leaves to backward, and points the frame's struct to it."""

@@ -102,25 +102,22 @@ class ShardKernel(_kernels.LoadedKernel):
         )
         return _retain.Choice(place == _native.RETAINED_GRAD_WEIGHT, size)
 
-    def forward(self, given: Inputs, values: Tensor, top1: Tensor | None = None, teacher_logprobs: Tensor | None = None) -> Tensor:
-        frame: Any = self._take_frame()
-        kept = frame.inputs(frame.forward, _gathered(given))  # noqa: F841  # alive until the calls are made
+    def as_read(self, given: Inputs) -> Inputs:
+        """Gathers all ranks' hidden states of a call with sequence parallel."""
+        parallel = given.options.parallel
+        if parallel is None or not parallel.sequence:
+            return given
+        return given._replace(hidden=_parallel.gathered(given.group, given.hidden, parallel.ranks))
+
+    def run_forward(self, frame: Any, given: Inputs) -> None:
+        """Forward of this rank's shard, and the merge of all ranks' partial sums."""
         frame.merge.num_valid = frame.forward.num_valid
-        num_tokens = frame.num_tokens
-        retained = self.prepare_retained(frame, given)  # known again by the hidden states that backward is given
-        partial_sums = self.new_floats((self.fields, num_tokens))
+        partial_sums = self.new_floats((self.fields, frame.num_tokens))
         frame.partial_sums.data = partial_sums.data_ptr()
-        self.run(self.forward_function, frame.forward_address, frame.forward_bytes)
+        super().run_forward(frame, given)
         everyone = _parallel.gathered(given.group, partial_sums, self.ranks)
         frame.all_partial_sums.data = everyone.data_ptr()
-        saved = self.new_floats(self.outputs.saved_size(num_tokens))
-        outputs = self.point_to_outputs(frame, saved, values, top1)
         self.run(self.merge_function, frame.merge_address, frame.merge_bytes)
-        self.copy_statistics(outputs, saved, num_tokens, teacher_logprobs)
-        self.frames.append(frame)
-        if retained is not None:
-            _retain.attach(retained, saved)
-        return saved
 
     def backward(
         self,
@@ -183,14 +180,6 @@ class ShardKernel(_kernels.LoadedKernel):
             return False
         num_tokens, size = given.target.shape[0], retained.nbytes
         return _native.reads_hidden_late(self._handle, num_tokens, _native.RETAINED_OWN, size, self.shard.classes)
-
-
-def _gathered(given: Inputs) -> Inputs:
-    """Gathers all ranks' hidden states of a call with sequence parallel."""
-    parallel = given.options.parallel
-    if parallel is None or not parallel.sequence:
-        return given
-    return given._replace(hidden=_parallel.gathered(given.group, given.hidden, parallel.ranks))
 
 
 def find_for(given: Inputs, grad_weight_out: Tensor | None = None, *, backward: bool = False) -> ShardKernel:
