@@ -17,6 +17,7 @@ from flce.core._frame import CallOptions, Parallel
 from flce.parallel import _shards
 
 _kernels.find_shard = _shards.find_for
+_OF_CLASSES = ("bias", "class_weight", "grad_weight_out")
 
 
 def run(
@@ -26,19 +27,17 @@ def run(
     target: Tensor,
     options: CallOptions,
     *,
-    bias: Tensor | None = None,
-    class_weight: Tensor | None = None,
     num_valid_tokens: Tensor | float | None = None,
-    grad_weight_out: Tensor | None = None,
-    **rows: Any,
+    **given: Any,
 ) -> Any:
-    """Runs `_call.run` for a layer over ranks. `rows`: what it takes of every token."""
+    """Runs `_call.run` for a layer over ranks, with its other tensors: those of _OF_CLASSES lie over ranks as the weight does, all others
+    have a number for every token."""
     check_tensors(hidden=hidden, weight=weight, target=target)
     hidden, dimension = _local_hidden(hidden, target, parallel)
     if is_dtensor(weight):
         parallel = parallel._replace(all_rows=weight.shape[0])
-    classes: dict[str, Any] = {"bias": bias, "class_weight": class_weight, "grad_weight_out": grad_weight_out}
-    of_tokens = local_rows(parallel, target=target, **rows)
+    classes = {name: given.pop(name) for name in _OF_CLASSES if name in given}
+    of_tokens = local_rows(parallel, target=target, **given)
     if dimension:
         hidden = hidden.movedim(dimension, 0)
         of_tokens = {name: row.movedim(dimension, 0) if isinstance(row, Tensor) else row for name, row in of_tokens.items()}
