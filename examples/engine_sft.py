@@ -22,9 +22,10 @@ import torch
 import torch.nn.functional as F
 from engine.functional import Ratio, build_loss_mask
 from engine.model_api import Data, Model
-from engine.processes import Place, peak, reset_peak, run_stages, transport
+from engine.processes import Place, run_stages, transport
 from engine.sft_interface import SFTInterface, compute_packed_sft_loss
 from engine.text import ByteTokenizer, Paragraphs
+from measuring import peak, reset_peak
 from torch import Tensor
 
 from flce.engine import PipelineEngine, causal_lm_stage

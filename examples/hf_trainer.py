@@ -12,31 +12,19 @@ from __future__ import annotations
 
 import argparse
 import copy
-import statistics
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
+from measuring import MIB, Run, peak, reset_peak, sizes_of, worst_difference
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
 import flce
 
-MIB = 1 << 20
 TOLERANCES = {torch.bfloat16: 2e-2, torch.float32: 1e-4}  # allowed relative difference of a loss
-
-
-@dataclass
-class Run:
-    """Results of one training run."""
-
-    losses: list[float] = field(default_factory=list)
-    milliseconds: list[float] = field(default_factory=list)
-    peaks: list[int] = field(default_factory=list)  # bytes beyond what was held before the step
 
 
 class Tokens(torch.utils.data.Dataset[dict[str, Tensor]]):
@@ -54,24 +42,6 @@ class Tokens(torch.utils.data.Dataset[dict[str, Tensor]]):
         return {"input_ids": self.tokens[index], "labels": self.tokens[index]}
 
 
-def bytes_in_use(device: torch.device, *, reset: bool) -> int:
-    """Bytes now, where a new peak begins; else at the peak since."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        if reset:
-            torch.cuda.reset_peak_memory_stats(device)
-            return torch.cuda.memory_allocated(device)
-        return torch.cuda.max_memory_allocated(device)
-    if reset:
-        Path("/proc/self/clear_refs").write_text("5")  # Linux: the resident peak starts again
-    return proc_bytes("VmRSS" if reset else "VmHWM")
-
-
-def proc_bytes(name: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(name)) * 1024
-
-
 class Watch(TrainerCallback):  # type: ignore[misc]
     """Notes each step's time and memory."""
 
@@ -80,10 +50,10 @@ class Watch(TrainerCallback):  # type: ignore[misc]
         self.held, self.begin = 0, 0.0
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
-        self.held, self.begin = bytes_in_use(self.device, reset=True), time.perf_counter()
+        self.held, self.begin = reset_peak(self.device), time.perf_counter()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        self.run.peaks.append(bytes_in_use(self.device, reset=False) - self.held)
+        self.run.peaks.append(peak(self.device) - self.held)
         self.run.milliseconds.append(1e3 * (time.perf_counter() - self.begin))
 
     def on_log(self, *_: Any, logs: dict[str, float] | None = None, **__: Any) -> None:
@@ -134,10 +104,7 @@ def parsed() -> argparse.Namespace:
 
 def main() -> int:
     arguments = parsed()
-    try:
-        layers, hidden_size, vocab_size = map(int, arguments.shape.split("x"))
-    except ValueError:
-        sys.exit(f"--shape is {arguments.shape}; it must be layers x hidden_size x vocab_size, such as 4x2048x151936")
+    layers, hidden_size, vocab_size = sizes_of(arguments.shape, "4x2048x151936")
     device = torch.device("cpu" if arguments.tiny else "cuda")
     dtype = torch.float32 if arguments.tiny else torch.bfloat16
     torch.manual_seed(0)
@@ -162,11 +129,10 @@ def main() -> int:
     print(f"{arguments.shape}, {tokens} tokens a step, {dtype}, on {device.type}")
     for name, run in runs.items():
         losses = " ".join(f"{loss:.5f}" for loss in run.losses)
-        later = slice(1, None) if len(run.peaks) > 1 else slice(None)  # the first step compares, and makes what later ones find
-        peak, milliseconds = max(run.peaks[later]), statistics.median(run.milliseconds[later])
-        print(f"{name:>12}: losses {losses}   {milliseconds:8.1f} ms a step   {peak / MIB:8.1f} MiB at the peak")
+        milliseconds, most = run.typical()
+        print(f"{name:>12}: losses {losses}   {milliseconds:8.1f} ms a step   {most / MIB:8.1f} MiB at the peak")
     flce.check_labels()
-    worst = max(abs(a - b) / abs(a) for a, b in zip(*(run.losses for run in runs.values()), strict=True))
+    worst = worst_difference(*(run.losses for run in runs.values()))
     print(f"losses differ by {worst:.2g} at most, {TOLERANCES[dtype]:.2g} allowed")
     return 0 if worst <= TOLERANCES[dtype] else 1
 

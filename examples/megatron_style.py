@@ -16,16 +16,15 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import statistics
 import sys
 import time
 import warnings
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from measuring import MIB, Run, peak, reset_peak, worst_difference
 from torch import Tensor
 
 import flce
@@ -39,36 +38,12 @@ with warnings.catch_warnings():
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-MIB = 1 << 20
 TOLERANCES = {torch.bfloat16: 2e-2, torch.float32: 1e-4}  # allowed relative difference of a loss
 
 
 @dataclass
-class Run:
-    """Results of one training run."""
-
-    losses: list[float] = field(default_factory=list)
-    milliseconds: list[float] = field(default_factory=list)
-    peaks: list[int] = field(default_factory=list)  # bytes beyond what was held before the step
+class MegatronRun(Run):
     accepted: list[float] = field(default_factory=list)  # for each depth, the share of tokens that its head got right
-
-
-def bytes_in_use(device: torch.device, *, reset: bool) -> int:
-    """Bytes now, where a new peak begins; else at the peak since."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        if reset:
-            torch.cuda.reset_peak_memory_stats(device)
-            return torch.cuda.memory_allocated(device)
-        return torch.cuda.max_memory_allocated(device)
-    if reset:
-        Path("/proc/self/clear_refs").write_text("5")  # Linux: the resident peak starts again
-    return proc_bytes("VmRSS" if reset else "VmHWM")
-
-
-def proc_bytes(name: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(name)) * 1024
 
 
 def start(tiny: bool) -> torch.device:
@@ -143,12 +118,12 @@ class Data:
         return (losses * self.loss_mask).sum() / self.loss_mask.sum() / len(self.batches)
 
 
-def train(model: Any, arguments: argparse.Namespace, device: torch.device) -> Run:
-    run, data = Run(), Data(arguments, device)
+def train(model: Any, arguments: argparse.Namespace, device: torch.device) -> MegatronRun:
+    run, data = MegatronRun(), Data(arguments, device)
     settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=True)
     ddp = DistributedDataParallel(config=model.config, ddp_config=settings, module=model)
     for _ in range(arguments.steps):
-        held, begin = bytes_in_use(device, reset=True), time.perf_counter()
+        held, begin = reset_peak(device), time.perf_counter()
         ddp.zero_grad_buffer()
         losses = []
         for i, tokens in enumerate(data.batches):
@@ -162,7 +137,7 @@ def train(model: Any, arguments: argparse.Namespace, device: torch.device) -> Ru
             for parameter in ddp.parameters():
                 parameter -= arguments.rate * parameter.main_grad
         run.losses.append(float(torch.stack(losses).sum()))
-        run.peaks.append(bytes_in_use(device, reset=False) - held)
+        run.peaks.append(peak(device) - held)
         run.milliseconds.append(1e3 * (time.perf_counter() - begin))
     return run
 
@@ -211,13 +186,12 @@ def main() -> int:
         print(f"{arguments.shape}, {arguments.micro_batches} x {tokens} tokens a step, {arguments.depths} MTP heads, {dtype}, on {where}")
     for name, run in runs.items():
         losses = " ".join(f"{loss:.5f}" for loss in run.losses)
-        later = slice(1, None) if len(run.peaks) > 1 else slice(None)  # the first step makes what later ones find
-        peak, milliseconds = max(run.peaks[later]), statistics.median(run.milliseconds[later])
+        milliseconds, most = run.typical()
         accepted = "".join(f"   {100 * share:.1f} % accepted at depth {i + 1}" for i, share in enumerate(run.accepted))
         if first:
-            print(f"{name:>12}: losses {losses}   {milliseconds:8.1f} ms a step   {peak / MIB:8.1f} MiB at the peak{accepted}")
+            print(f"{name:>12}: losses {losses}   {milliseconds:8.1f} ms a step   {most / MIB:8.1f} MiB at the peak{accepted}")
     flce.check_labels()
-    worst = max(abs(a - b) / abs(a) for a, b in zip(*(run.losses for run in runs.values()), strict=True))
+    worst = worst_difference(*(run.losses for run in runs.values()))
     if first:
         print(f"losses differ by {worst:.2g} at most, {TOLERANCES[dtype]:.2g} allowed", flush=True)
     dist.barrier()

@@ -15,7 +15,6 @@ import inspect
 import json
 import os
 import re
-import resource
 import statistics
 import subprocess
 import sys
@@ -29,13 +28,13 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
+from measuring import MIB, peak, reset_peak
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleZBVZeroBubble
 
 import flce
 
 ROOT = Path(__file__).resolve().parent.parent
-MIB = 1 << 20
 # Imports of the process that ranks are forked from: each would import for seconds.
 PRELOADED = ["torch.distributed.pipelining", "flce"]
 # Schedules before torch 2.7 do not scale gradients.
@@ -162,27 +161,6 @@ class MaterialisedLoss:
 
 
 # ── Training ────────────────────────────────────────
-
-
-def reset_peak(device: torch.device) -> int:
-    """Starts a new peak; returns the bytes in use now."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        return torch.cuda.memory_allocated(device)
-    try:
-        Path("/proc/self/clear_refs").write_text("5")  # Linux: the resident peak starts again
-    except OSError:
-        pass
-    return peak(device)
-
-
-def peak(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    try:
-        return 1024 * int(re.findall(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[0])
-    except (OSError, IndexError):
-        return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def make_stages(rank: int, config: Config, device: torch.device) -> dict[int, Any]:

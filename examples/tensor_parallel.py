@@ -16,18 +16,16 @@ from __future__ import annotations
 import argparse
 import datetime
 import os
-import re
-import resource
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from measuring import MIB, peak, reset_peak
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -35,7 +33,6 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 import flce
 
-MIB = 1 << 20
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 TOLERANCES = {torch.bfloat16: 1e-2, torch.float16: 3e-3, torch.float32: 1e-4}  # allowed relative difference of a loss
 # torch 2.13 has other names for these two, and warns of the old ones.
@@ -156,29 +153,6 @@ class Step(NamedTuple):
     loss: float
     seconds: float
     rise: float  # bytes, the peak above what was there before the step
-
-
-def reset_peak(device: torch.device) -> int:
-    """Starts a new peak; returns the bytes in use now."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        return torch.cuda.memory_allocated(device)
-    try:
-        Path("/proc/self/clear_refs").write_text("5")  # Linux: the resident peak starts again
-    except OSError:
-        pass
-    return peak(device)
-
-
-def peak(device: torch.device) -> int:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        return torch.cuda.max_memory_allocated(device)
-    try:
-        return 1024 * int(re.findall(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[0])
-    except (OSError, IndexError):
-        return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def train(name: str, config: Config, mesh: DeviceMesh, device: torch.device) -> list[Step]:

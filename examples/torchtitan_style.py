@@ -15,15 +15,13 @@ from __future__ import annotations
 
 import argparse
 import copy
-import statistics
 import sys
 import time
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from measuring import MIB, Run, peak, reset_peak, sizes_of, worst_difference
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -33,18 +31,8 @@ from torchtitan.distributed.utils import set_spmd_backend
 import flce
 from flce.torchtitan import FusedLoss
 
-MIB = 1 << 20
 TOLERANCES = {torch.bfloat16: 2e-2, torch.float32: 1e-4}  # allowed relative difference of a loss
 LOSSES: dict[str, Any] = {"CrossEntropyLoss": CrossEntropyLoss, "ChunkedLossWrapper": ChunkedLossWrapper, "FusedLoss": FusedLoss}
-
-
-@dataclass
-class Run:
-    """Results of one training run."""
-
-    losses: list[float] = field(default_factory=list)
-    milliseconds: list[float] = field(default_factory=list)
-    peaks: list[int] = field(default_factory=list)  # bytes beyond what was held before the step
 
 
 class Decoder(nn.Module):
@@ -89,21 +77,6 @@ def sharded(model: Decoder, device: torch.device, dtype: torch.dtype) -> Decoder
     return model
 
 
-def bytes_in_use(device: torch.device, *, reset: bool) -> int:
-    """Bytes now, where a new peak begins; else at the peak since."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        if reset:
-            torch.cuda.reset_peak_memory_stats(device)
-            return torch.cuda.memory_allocated(device)
-        return torch.cuda.max_memory_allocated(device)
-    if reset:
-        Path("/proc/self/clear_refs").write_text("5")  # Linux: the resident peak starts again
-    name = "VmRSS" if reset else "VmHWM"
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(name)) * 1024
-
-
 def train(model: Decoder, loss_fn: Any, arguments: argparse.Namespace, device: torch.device) -> Run:
     run = Run()
     if isinstance(loss_fn, ChunkedLossWrapper):
@@ -119,10 +92,10 @@ def train(model: Decoder, loss_fn: Any, arguments: argparse.Namespace, device: t
         count = (labels != -100).sum().to(device)
         inputs, labels = tokens[:, :-1].to(device), labels.to(device)
         optimizer.zero_grad()
-        held, begin = bytes_in_use(device, reset=True), time.perf_counter()
+        held, begin = reset_peak(device), time.perf_counter()
         loss, _ = loss_fn(model(inputs), labels, count)
         loss.backward()
-        run.peaks.append(bytes_in_use(device, reset=False) - held)
+        run.peaks.append(peak(device) - held)
         run.milliseconds.append(1e3 * (time.perf_counter() - begin))
         run.losses.append(loss.item())
         optimizer.step()
@@ -148,10 +121,7 @@ def parsed() -> argparse.Namespace:
 
 def main() -> int:
     arguments = parsed()
-    try:
-        layers, hidden_size, vocab_size = map(int, arguments.shape.split("x"))
-    except ValueError:
-        sys.exit(f"--shape is {arguments.shape}; it must be layers x hidden_size x vocab_size, such as 4x4096x128256")
+    layers, hidden_size, vocab_size = sizes_of(arguments.shape, "4x4096x128256")
     device = torch.device("cpu" if arguments.tiny else "cuda")
     dtype = torch.float32 if arguments.tiny else torch.bfloat16
     dist.init_process_group("gloo" if arguments.tiny else "nccl", store=dist.HashStore(), rank=0, world_size=1)
@@ -172,14 +142,12 @@ def main() -> int:
     print(f"{arguments.shape}, {tokens} tokens a step, {dtype}, on {device.type}")
     for name, run in runs.items():
         text = " ".join(f"{loss:.5f}" for loss in run.losses)
-        later = slice(1, None) if len(run.peaks) > 1 else slice(None)  # the first step makes what later ones find
-        peak, milliseconds = max(run.peaks[later]), statistics.median(run.milliseconds[later])
-        print(f"{name:>18}: losses {text}   {milliseconds:8.1f} ms a step   {peak / MIB:8.1f} MiB at the peak")
+        milliseconds, most = run.typical()
+        print(f"{name:>18}: losses {text}   {milliseconds:8.1f} ms a step   {most / MIB:8.1f} MiB at the peak")
     flce.check_labels()
     worst = 0.0
     if not arguments.only:
-        right = runs["CrossEntropyLoss"].losses
-        worst = max(abs(a - b) / abs(b) for a, b in zip(runs["FusedLoss"].losses, right, strict=True))
+        worst = worst_difference(runs["CrossEntropyLoss"].losses, runs["FusedLoss"].losses)
         print(f"losses differ by {worst:.2g} at most, {TOLERANCES[dtype]:.2g} allowed")
     dist.destroy_process_group()
     return 0 if worst <= TOLERANCES[dtype] else 1

@@ -16,66 +16,46 @@ from __future__ import annotations
 import argparse
 import copy
 import os
-import statistics
 import sys
 import tempfile
 import time
 import warnings
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import Dataset
+from measuring import MIB, Run, peak, reset_peak, sizes_of
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, PrinterCallback, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 import flce
 
-MIB = 1 << 20
 GROUP = 4  # completions of a prompt
 PROMPT = "tell me a number"
 TOLERANCES = {torch.bfloat16: 2e-2, torch.float32: 1e-4}  # allowed difference: a loss's absolute, a gradient norm's relative
 
 
 @dataclass
-class Run:
-    """Results of one training run."""
+class PolicyRun(Run):
+    """Time and peaks are those of loss and backward."""
 
-    losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)  # norms of the gradients
-    milliseconds: list[float] = field(default_factory=list)
-    peaks: list[int] = field(default_factory=list)  # bytes, of loss and backward beyond what was held before them
-
-
-def bytes_in_use(device: torch.device, *, reset: bool) -> int:
-    """Bytes now, where a new peak begins; else at the peak since."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        if reset:
-            torch.cuda.reset_peak_memory_stats(device)
-            return torch.cuda.memory_allocated(device)
-        return torch.cuda.max_memory_allocated(device)
-    if reset:
-        Path("/proc/self/clear_refs").write_text("5")  # Linux: the resident peak starts again
-    lines = Path("/proc/self/status").read_text().splitlines()
-    name = "VmRSS" if reset else "VmHWM"
-    return next(int(line.split()[1]) for line in lines if line.startswith(name)) * 1024
 
 
 class Watch(TrainerCallback):  # type: ignore[misc]
     """Notes each step's loss, time and memory."""
 
-    def __init__(self, run: Run, device: torch.device) -> None:
+    def __init__(self, run: PolicyRun, device: torch.device) -> None:
         self.run, self.device = run, device
         self.held, self.begin = 0, 0.0
 
     def on_loss(self) -> None:
-        self.held, self.begin = bytes_in_use(self.device, reset=True), time.perf_counter()
+        self.held, self.begin = reset_peak(self.device), time.perf_counter()
 
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
-        self.run.peaks.append(bytes_in_use(self.device, reset=False) - self.held)
+        self.run.peaks.append(peak(self.device) - self.held)
         self.run.milliseconds.append(1e3 * (time.perf_counter() - self.begin))
 
     def on_log(self, *_: Any, logs: dict[str, float] | None = None, **__: Any) -> None:
@@ -119,8 +99,8 @@ def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
     return [sum(ids) / len(ids) for ids in completion_ids]
 
 
-def train(model: Any, arguments: argparse.Namespace, device: torch.device) -> Run:
-    run = Run()
+def train(model: Any, arguments: argparse.Namespace, device: torch.device) -> PolicyRun:
+    run = PolicyRun()
     with tempfile.TemporaryDirectory() as folder:
         settings = GRPOConfig(
             output_dir=folder,
@@ -178,10 +158,7 @@ def parsed() -> argparse.Namespace:
 
 
 def policy(shape: str, device: torch.device, dtype: torch.dtype) -> Any:
-    try:
-        layers, hidden_size, vocab_size = map(int, shape.split("x"))
-    except ValueError:
-        sys.exit(f"--shape is {shape}; it must be layers x hidden_size x vocab_size, such as 4x2048x151936")
+    layers, hidden_size, vocab_size = sizes_of(shape, "4x2048x151936")
     torch.manual_seed(0)
     heads = max(hidden_size // 128, 1)
     config = LlamaConfig(
@@ -214,9 +191,8 @@ def main() -> int:
     print(f"{arguments.shape}, {arguments.completions} completions of up to {arguments.length} tokens a step, {dtype}, on {device.type}")
     for name, run in runs.items():
         losses = " ".join(f"{loss:.6f}" for loss in run.losses)
-        later = slice(1, None) if len(run.peaks) > 1 else slice(None)  # the first step makes what later ones find
-        peak, milliseconds = max(run.peaks[later]), statistics.median(run.milliseconds[later])
-        print(f"{name:>17}: losses {losses}   {milliseconds:8.1f} ms of loss and backward   {peak / MIB:8.1f} MiB at their peak")
+        milliseconds, most = run.typical()
+        print(f"{name:>17}: losses {losses}   {milliseconds:8.1f} ms of loss and backward   {most / MIB:8.1f} MiB at their peak")
     flce.check_labels()
     own, fused = runs.values()
     loss = max(abs(a - b) for a, b in zip(own.losses, fused.losses, strict=True))

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import os
-import re
-import resource
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -68,25 +65,3 @@ def _process(rank: int, num_stages: int, store: str, results: Any, worker: Calla
         results.put(result)
     dist.barrier()
     dist.destroy_process_group()
-
-
-def reset_peak(device: torch.device) -> int:
-    """Starts a new peak of memory; returns the bytes in use now: the allocator's on a GPU, the process's resident ones on a CPU."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        return torch.cuda.memory_allocated(device)
-    try:
-        Path("/proc/self/clear_refs").write_text("5")  # Linux: the resident peak starts again
-    except OSError:
-        pass
-    return peak(device)
-
-
-def peak(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    try:
-        return 1024 * int(re.findall(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[0])
-    except (OSError, IndexError):
-        return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
