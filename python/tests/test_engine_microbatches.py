@@ -6,7 +6,6 @@ import inspect
 import itertools
 import random
 import re
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -172,8 +171,7 @@ def test_where_stages_lie_in_each_schedule(schedule: str) -> None:
 
 
 def test_names_of_torch_that_the_engine_relies_on_are_there() -> None:
-    """Names that are public for overriding alone: engine/_transport.py, the module of the torch at hand and engine/_agreement.py say
-    why."""
+    """Names that are public for overriding alone: engine/_transport.py and engine/_agreement.py say why."""
     gone = f"{VERSION}: engine/_transport.py relies on it"
     for name in (
         "get_fwd_recv_ops",
@@ -188,7 +186,7 @@ def test_names_of_torch_that_the_engine_relies_on_are_there() -> None:
     first = next(iter(list(inspect.signature(_PipelineStageBase.forward_one_chunk).parameters)[1:]))
     assert first == "fwd_chunk_id", gone
     made = inspect.getsource(_PipelineStageBase.__init__)
-    for name in ("args_recv_info", "grad_recv_info", _transport._torchs.STATES, "bwd_cache", "stage_index_to_group_rank", "group_rank"):
+    for name in ("args_recv_info", "grad_recv_info", _transport._STATES, "bwd_cache", "stage_index_to_group_rank", "group_rank"):
         assert f"self.{name}" in made, f"{gone}: {name}"
     assert "self.buffer" in inspect.getsource(_RecvInfo), gone
     assert "return_outputs" in inspect.signature(schedules.Schedule1F1B.step).parameters, gone
@@ -197,10 +195,10 @@ def test_names_of_torch_that_the_engine_relies_on_are_there() -> None:
 
 def test_a_torch_that_nothing_fits_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(flce.UnavailableError, match=f"torch {re.escape(torch.__version__)} has a torch.distributed.pipelining that"):
-        _transport._fitting(SimpleNamespace(FITS=False))
+        _transport._states_of(object)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        monkeypatch.setattr(_transport._torchs, "STATES", "_renamed")
+        monkeypatch.setattr(_transport, "_STATES", "_renamed")
         ids, cu_seqlens = batch_of(0, [3, 4])
         engine = PipelineEngine(ToyStage(0, 1))
         with pytest.raises(flce.UnavailableError, match=r"does not know.*its stages have no _renamed"):

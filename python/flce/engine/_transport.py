@@ -1,5 +1,5 @@
 """torch's pipeline stage with receive buffers of a microbatch's size. Names of torch's that are not public, and that the engine relies on,
-stand here and in the module of the torch at hand (_torch_2_11.py, _torch_2_15.py); a test pins them."""
+stand here; a test pins them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
 
 from flce import errors
-from flce.engine import _torch_2_11, _torch_2_15
 from flce.engine._microbatches import Microbatch
 from flce.engine._packed import PackedBatch
 from flce.engine._stage import Stage
@@ -21,16 +21,15 @@ from flce.engine._stage import Stage
 _UNKNOWN = f"torch {torch.__version__} has a torch.distributed.pipelining that PipelineEngine does not know (2.11 to 2.15 are tested)"
 
 
-def _fitting(*modules: Any) -> Any:
-    """The first module that fits the torch at hand, by what is there."""
-    for module in modules:
-        if module.FITS:
-            return module
+def _states_of(stage: type) -> str:
+    """The attribute in which torch's stages keep microbatches that have gone forward, by what else they have: of 2.15, of 2.11 to 2.14."""
+    for name, states in (("release_fwd_send_outputs", "_forward_chunk_states"), ("_get_init_p2p_neighbors_ops", "fwd_cache")):
+        if hasattr(stage, name):
+            return states
     raise errors.UnavailableError(_UNKNOWN)
 
 
-_torchs = _fitting(_torch_2_15, _torch_2_11)
-_TorchStage: Any = _torchs.TorchStage
+_STATES = _states_of(PipelineStage)
 
 
 def on_device(group: dist.ProcessGroup | None) -> bool:
@@ -81,7 +80,7 @@ class StageModule(nn.Module):
         return hidden.clone(memory_format=torch.contiguous_format) if torch.is_grad_enabled() else hidden.contiguous()
 
 
-class EngineStage(_TorchStage):  # type: ignore[misc]
+class EngineStage(PipelineStage):  # type: ignore[misc]
     """One stage of one schedule: torch keeps a schedule's number of microbatches in its stages."""
 
     submod: StageModule
@@ -99,11 +98,22 @@ class EngineStage(_TorchStage):  # type: ignore[misc]
             output_args=(hidden,),
             group=group,
         )
-        missing = [name for name in (_torchs.STATES, "args_recv_info", "grad_recv_info", "bwd_cache") if not hasattr(self, name)]
+        missing = [name for name in (_STATES, "args_recv_info", "grad_recv_info", "bwd_cache") if not hasattr(self, name)]
         if missing:
             raise errors.UnavailableError(f"{_UNKNOWN}: its stages have no {', '.join(missing)}")
         self._through_host = through_host(device, group)
         self._computes_on = device
+
+    # torch's own checks (the first two are 2.11's to 2.14's) want one shape of all microbatches; StageModule checks each one's.
+
+    def _validate_fwd_input(self, args: Any, kwargs: Any) -> None:
+        pass
+
+    def _validate_fwd_outputs(self, outputs: Any) -> None:
+        pass
+
+    def _validate_stage_tensors(self, desc: str, expected: Any, actual: Any) -> None:
+        pass
 
     def _new(self, number: int) -> Tensor:
         tokens = self.submod.microbatches[number].batch.num_tokens
@@ -132,7 +142,7 @@ class EngineStage(_TorchStage):  # type: ignore[misc]
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         ops = self._as_sent(super().get_fwd_send_ops(fwd_chunk_id))
         if not self.has_backward:  # sends under way keep their tensors themselves
-            getattr(self, _torchs.STATES).pop(fwd_chunk_id, None)
+            getattr(self, _STATES).pop(fwd_chunk_id, None)
         return ops
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
