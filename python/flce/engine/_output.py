@@ -1,4 +1,4 @@
-"""The last stage's output, as a loss function sees it."""
+"""The last stage's output, as a loss function sees it, and what `PipelineEngine.forward` returns of it."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from flce import LinearCrossEntropyLoss, errors, linear_cross_entropy, linear_logprobs
+from flce.core import checks
 from flce.engine._stage import Stage
 from flce.loss import with_budget
 
+OUTPUTS = ("logits", "logprobs", "hidden", "entropy", "values")
 HEAD_OPTIONS = ("workspace_limit_bytes", "retain_in_grad_weight", "batch_invariant", "memory_limit_bytes")
 _NO_TENSOR = (
     "the last stage's output is a HeadOutput and no tensor; output.cross_entropy(labels, shift=1) and output.logprobs(labels, shift=1) do "
@@ -159,3 +161,33 @@ def head_options_of(given: Mapping[str, Any] | None, memory_limit_bytes: int | N
     if options.get("memory_limit_bytes") is not None and options.get("workspace_limit_bytes") is not None:
         raise errors.ArgumentError("workspace_limit_bytes and memory_limit_bytes are both given; the second one limits scratch too")
     return with_budget(options)
+
+
+def check_output(stages: Sequence[Stage], output: Any, labels: Any, temperature: Any) -> None:
+    """ArgumentError, ShapeError, DTypeError, before anything is computed: for what the output does not depend on as well."""
+    checks.choice("output", output, OUTPUTS)
+    rows = rows_of(stages)
+    if rows is not None and (rows == 1 if output in ("logprobs", "entropy") else rows > 1 and output == "values"):
+        raise errors.ArgumentError(f"output is {output!r}, and the last stage's head has {rows} rows; values are of one row, a critic's")
+    if labels is not None and output != "logprobs":
+        raise errors.ArgumentError(f'labels are for output="logprobs"; output is {output!r}')
+    if labels is not None and (not isinstance(labels, Tensor) or labels.dtype not in (torch.int64, torch.int32)):
+        got = f"a {labels.dtype} tensor" if isinstance(labels, Tensor) else f"a {type(labels).__name__}"
+        raise errors.DTypeError(f"labels is {got}; it must be an int64 or int32 tensor")
+    if labels is not None and labels.dim() != 1:
+        raise errors.ShapeError(f"labels has shape {list(labels.shape)}; it must have one dimension, as packed_input_ids")
+    checks.number("temperature", temperature)
+    checks.temperature(temperature)
+    if temperature != 1.0 and output not in ("logprobs", "entropy"):
+        raise errors.ArgumentError(f'temperature is {temperature}; it is for output="logprobs" and "entropy", and output is {output!r}')
+
+
+def compute_output(output: HeadOutput, what: str, labels: Tensor, temperature: float) -> Tensor:
+    """One of OUTPUTS. labels: of log-probabilities, packed as the ids are."""
+    if what == "logprobs":
+        return output.logprobs(labels, temperature, shift=1)
+    if what == "entropy":
+        return output.entropy(temperature)
+    if what == "hidden":
+        return output.hidden
+    return output.values() if what == "values" else output.logits()

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from flce import errors
 from flce.core import checks
-from flce.engine import _forward, _generate, _losses, _microbatches, _schedules, _setup, _step, _transport
+from flce.engine import _generate, _losses, _microbatches, _schedules, _setup, _step, _transport
 from flce.engine._agreement import Agreed, Call, Stepping
 from flce.engine._generate import Generated
 from flce.engine._microbatches import Microbatch
-from flce.engine._output import HeadOutput, head_options_of, vocab_size_of
+from flce.engine._output import HeadOutput, check_output, compute_output, head_options_of, vocab_size_of
 from flce.engine._sampling import GenerationConfig
 from flce.engine._stage import Stage
 
@@ -229,10 +229,11 @@ class PipelineEngine:
         results: list[Tensor] = []
 
         def compute(hidden: Tensor, microbatch: Microbatch) -> None:
-            results.append(_forward.compute(self._output(hidden, microbatch), microbatch, output, temperature))
+            given = microbatch.kwargs.get("labels", microbatch.input_ids)
+            results.append(compute_output(self._output(hidden, microbatch), output, given, temperature))
 
         with self._watching(), torch.no_grad():
-            check = functools.partial(_forward.check, self.stages, output, labels, temperature)
+            check = functools.partial(check_output, self.stages, output, labels, temperature)
             self._prepare(kind, packed_input_ids, cu_seqlens, num_micro_batches, keywords, dict.fromkeys(keywords, "token"), check=check)
             self._run(False, compute)
             return torch.cat(results) if self.is_last else None
