@@ -18,7 +18,6 @@ import re
 import statistics
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,8 +25,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
+from engine.processes import run_processes
 from measuring import MIB, peak, reset_peak
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleZBVZeroBubble
@@ -192,7 +191,7 @@ def make_schedule(modules: dict[int, Any], loss_fn: Any, config: Config, device:
     return kind(given, config.microbatches, loss_fn=loss_fn or (lambda *_: None), **UNSCALED)
 
 
-def stage_main(rank: int, store: str, fused: bool, config: Config, results: Any) -> None:
+def stage_main(rank: int, store: str, results: Any, fused: bool, config: Config) -> None:
     """A rank's process: rank 0 has the first stage."""
     cuda = torch.cuda.device_count() >= 2
     device = torch.device("cuda", rank) if cuda else torch.device("cpu")
@@ -239,12 +238,7 @@ def stage_main(rank: int, store: str, fused: bool, config: Config, results: Any)
 
 def train(fused: bool, config: Config) -> tuple[list[float], int]:
     """Losses of the steps, and by how many bytes the last stage's memory rose at most above what it holds between steps."""
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    results = context.SimpleQueue()
-    with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(stage_main, (f"{folder}/store", fused, config, results), nprocs=2, start_method="forkserver")
-    history, rise = results.get()
+    history, rise = run_processes(stage_main, 2, fused, config, preload=PRELOADED)
     return history, rise
 
 

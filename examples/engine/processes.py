@@ -1,4 +1,4 @@
-"""A process for each stage, on this machine."""
+"""Processes on this machine, and one for each stage of a pipeline."""
 
 from __future__ import annotations
 
@@ -39,19 +39,23 @@ def transport(num_stages: int) -> tuple[str, str]:
     return "gloo", "cuda" if gpus else "cpu"
 
 
-def run_stages(worker: Callable[..., Any], num_stages: int, *arguments: Any) -> Any:
-    """Runs worker(place, *arguments) in num_stages processes and returns what the last stage's returns (it is pickled). The first exception
-    ends the others and is raised here."""
+def run_processes(process: Callable[..., None], count: int, *arguments: Any, preload: list[str]) -> Any:
+    """Runs process(rank, store, results, *arguments) in `count` processes and returns what one of them puts into `results` (it is pickled).
+    store: a file's name for init_process_group. The first exception ends the others and is raised here."""
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    context.set_forkserver_preload(preload)
     results = context.SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
-        given = (num_stages, f"{folder}/store", results, worker, arguments)
-        mp.start_processes(_process, given, nprocs=num_stages, start_method="forkserver")
+        mp.start_processes(process, (f"{folder}/store", results, *arguments), nprocs=count, start_method="forkserver")
     return results.get()
 
 
-def _process(rank: int, num_stages: int, store: str, results: Any, worker: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+def run_stages(worker: Callable[..., Any], num_stages: int, *arguments: Any) -> Any:
+    """Runs worker(place, *arguments) in num_stages processes and returns what the last stage's returns. Errors as `run_processes`."""
+    return run_processes(_process, num_stages, num_stages, worker, arguments, preload=PRELOADED)
+
+
+def _process(rank: int, store: str, results: Any, num_stages: int, worker: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     backend, kind = transport(num_stages)
     device = torch.device(kind, rank % torch.cuda.device_count()) if kind == "cuda" else torch.device("cpu")
     if kind == "cuda":
