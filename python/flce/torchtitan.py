@@ -34,13 +34,12 @@ from torchtitan.distributed.utils import get_spmd_backend  # type: ignore[import
 
 from flce import errors
 from flce.adapters._methods import standing_in
-from flce.call._heads import kind_of, with_products
+from flce.call._heads import hooks_of, kind_of, with_products
 from flce.call._options import check_options, taken_by
 from flce.functional import linear_cross_entropy
 
 __all__ = ["FusedLoss", "fused_loss"]
 
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _OPTIONS = taken_by("torchtitan")
 _INSTEAD = "keep torchtitan's own ChunkedLossWrapper for this model, or give it a plain torchtitan Linear as lm_head"
 
@@ -210,14 +209,13 @@ def check_head(head: Any) -> None:
     """Raises ArgumentError for an output layer whose logits are not known to be a `product_of` it."""
     if not isinstance(head, nn.Module):
         raise errors.DTypeError(f"lm_head is a {type(head).__name__}; it must be a module")
-    for name in _HOOKS:
-        for hook in getattr(head, name).values():
-            if not str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp."):
-                which = getattr(hook, "__qualname__", hook)
-                raise errors.ArgumentError(
-                    f"lm_head has a hook that is not FSDP2's ({which}, in {name}), which would meet a loss in place of logits; remove it, "
-                    "or keep torchtitan's own ChunkedLossWrapper"
-                )
+    for name, hook in hooks_of(head):
+        if not str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp."):
+            which = getattr(hook, "__qualname__", hook)
+            raise errors.ArgumentError(
+                f"lm_head has a hook that is not FSDP2's ({which}, in {name}), which would meet a loss in place of logits; remove it, "
+                "or keep torchtitan's own ChunkedLossWrapper"
+            )
     own = vars(head).get("forward")
     if own is not None and getattr(own, "__qualname__", "") != "Module.parallelize.<locals>.forward_with_redistribution":
         raise errors.ArgumentError(f"lm_head has a forward of its own ({getattr(own, '__qualname__', own)}); {_INSTEAD}")

@@ -22,6 +22,7 @@ LARGE_LOGIT = 1000.0
 TOLERANCES = {torch.float32: 2e-3, torch.float64: 1e-6}
 TOLERANCE_16 = 3e-2
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 # Packages whose hooks gather a layer's weight and leave alone what it computes.
 _GATHERERS = ("torch.distributed.", "deepspeed.")
 INSTEAD = (
@@ -114,12 +115,16 @@ def why_weight_is_made(head: Any) -> str | None:
 def why_hooked(head: Any) -> str | None:
     """Names a hook of the head that may compute something; None where it has none. Hooks that gather a weight compute nothing."""
     for layer in _layers(head):
-        for hooks in (layer._forward_pre_hooks, layer._forward_hooks, layer._backward_pre_hooks, layer._backward_hooks):
-            for hook in hooks.values():
-                hook = getattr(hook, "func", hook)  # the function inside a functools.partial
-                if not str(getattr(hook, "__module__", "")).startswith(_GATHERERS):
-                    return f"has hooks ({getattr(hook, '__qualname__', type(hook).__qualname__)})"
+        for _, hook in hooks_of(layer):
+            hook = getattr(hook, "func", hook)  # the function inside a functools.partial
+            if not str(getattr(hook, "__module__", "")).startswith(_GATHERERS):
+                return f"has hooks ({getattr(hook, '__qualname__', type(hook).__qualname__)})"
     return None
+
+
+def hooks_of(layer: Any) -> list[tuple[str, Any]]:
+    """Hooks that run with a call of the layer or its backward, each with the name of where it stands."""
+    return [(name, hook) for name in _HOOKS for hook in getattr(layer, name).values()]
 
 
 def why_no_product(head: Any, applied: tuple[float, float] = PLAIN) -> str | None:

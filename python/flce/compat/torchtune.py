@@ -17,8 +17,6 @@ from flce.core._once import say_once
 
 __all__ = ["LinearCrossEntropyLoss"]
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-
 
 class LinearCrossEntropyLoss(nn.Module):
     """The mean cross entropy of a model's output layer on outputs [B, S, D] against targets [B, S], which are aligned already.
@@ -131,7 +129,7 @@ def _operands(projection: Any, hidden: Tensor) -> _heads.Operands | None:
     if not issubclass(type(projection), nn.Module):
         return None
     base: Any = projection.get_base_layer() if _heads._is_adapter(projection) else projection
-    hooked = any(not _is_of_colwise(hook) for hooks in _HOOKS for hook in getattr(projection, hooks).values())
+    hooked = any(not _is_of_colwise(hook) for _, hook in _heads.hooks_of(projection))
     if hooked or _heads.why_weight_is_made(projection) or type(base).forward is not nn.Linear.forward or "forward" in vars(projection):
         about = f"LinearCrossEntropyLoss: the output layer {type(projection).__qualname__}"
         why = "has hooks" if hooked else "is more than a linear layer"
