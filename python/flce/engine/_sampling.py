@@ -60,15 +60,14 @@ class GenerationConfig:
             checks.integer("top_k", self.top_k, 1, ", or None, which keeps all tokens")
         checks.number("temperature", self.temperature)
         checks.temperature(self.temperature, ". greedy=True is what a temperature of 0 stands for")
-        for token in self.eos_token_ids:
-            checks.integer("eos_token_id", token, 0)
+        _token_ids("eos_token_id", self.eos_token_id)
         if self.pad_token_id is not None:
             checks.integer("pad_token_id", self.pad_token_id, 0)
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
         """eos_token_id as a tuple, empty where it is None."""
-        return _as_tuple("eos_token_id", self.eos_token_id)
+        return _token_ids("eos_token_id", self.eos_token_id)
 
     def special_tokens(self, tokenizer: Any | None) -> tuple[tuple[int, ...], int]:
         """(all that end a sequence, what pads): this config's, otherwise those of the tokenizer, which needs `eos_token_id` and
@@ -79,9 +78,7 @@ class GenerationConfig:
             )
         ends, pad = self.eos_token_ids, self.pad_token_id
         if not ends:
-            ends = _as_tuple("tokenizer.eos_token_id", getattr(tokenizer, "eos_token_id", None))
-            for token in ends:
-                checks.integer("tokenizer.eos_token_id", token, 0)
+            ends = _token_ids("tokenizer.eos_token_id", getattr(tokenizer, "eos_token_id", None))
         if pad is None:
             pad = getattr(tokenizer, "pad_token_id", None)
             if pad is not None:
@@ -91,14 +88,15 @@ class GenerationConfig:
         return ends, pad
 
 
-def _as_tuple(name: str, value: Any) -> tuple[Any, ...]:
+def _token_ids(name: str, value: Any) -> tuple[int, ...]:
+    """A token, several or None as a tuple."""
     if value is None:
         return ()
     if isinstance(value, int):
-        return (value,)
+        value = (value,)
     if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
         raise errors.DTypeError(f"{name} is {value!r}; it must be an integer, several integers or None")
-    return tuple(value)
+    return tuple(checks.integer(name, token, 0) for token in value)
 
 
 def filtered(logits: Tensor, config: GenerationConfig, ends: Sequence[int], position: int) -> Tensor:
