@@ -172,7 +172,7 @@ def stepping_of(engine: PipelineEngine) -> Stepping:
     named = [each for stage in engine.stages for each in stage.named_parameters()]
     parameters = [(name, parameter.requires_grad, numbers.get(id(parameter))) for name, parameter in named]
     tied = None
-    for weight in (stage.tied_weight for stage in engine.stages if stage.num_stages > 1 and stage.tied_weight is not None):
+    for weight in _tied_weights(engine).values():
         tied = digest((weight.requires_grad, groups[numbers[id(weight)]][1] if id(weight) in numbers else None))
     return Stepping(digest(settings), digest((settings, [options for _, options in groups], parameters)), tied)
 
@@ -191,10 +191,15 @@ def _options_of(optimizer: Any, group: dict[str, Any]) -> list[Any]:
     return [type(optimizer).__name__, *((name, plain(group[name])) for name in sorted(defaults) if name in group)]
 
 
+def _tied_weights(engine: PipelineEngine) -> dict[int, nn.Parameter]:
+    """This rank's copies of a tied weight, by stage: one stage alone has no copy."""
+    return {stage.stage: stage.tied_weight for stage in engine.stages if stage.num_stages > 1 and stage.tied_weight is not None}
+
+
 def _tied_of(engine: PipelineEngine, stepping: Stepping) -> dict[int, tuple[Any, ...]]:
     """Facts of a tied weight by stage: shape, dtype, settings of the step, and a checksum of the bits."""
-    weights = {stage.stage: stage.tied_weight for stage in engine.stages if stage.num_stages > 1 and stage.tied_weight is not None}
-    return {stage: (tuple(weight.shape), str(weight.dtype), stepping.tied, int(checksum(weight))) for stage, weight in weights.items()}
+    weights = _tied_weights(engine).items()
+    return {stage: (tuple(weight.shape), str(weight.dtype), stepping.tied, int(checksum(weight))) for stage, weight in weights}
 
 
 def _check_tied(engine: PipelineEngine, agreement: Agreement, told: list[dict[int, tuple[Any, ...]]]) -> Tied:
@@ -213,11 +218,11 @@ def _check_tied(engine: PipelineEngine, agreement: Agreement, told: list[dict[in
         raise errors.PipelineError(
             f"tied_weight of stage 0 and of stage {last} differ in {what}; they must be copies of one parameter", last
         )
-    own = next(((stage, stage.tied_weight) for stage in engine.stages if stage.stage in found), None)
+    own = next(iter(_tied_weights(engine).items()), None)
     if own is None:
         return Tied()
     stage, weight = own
-    return Tied(weight, agreement.ranks[-1 if stage.is_first else 0], stage.is_last)
+    return Tied(weight, agreement.ranks[0 if stage else -1], stage == last)
 
 
 def _check_copies(agreement: Agreement, told: Sequence[tuple[int, list[int]]]) -> None:
