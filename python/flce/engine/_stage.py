@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from flce.engine._packed import PackedBatch
-
-if TYPE_CHECKING:
-    from flce.engine._packed import KVCache
+from flce.engine._packed import KVCache, PackedBatch
 
 
 class Stage(nn.Module):
