@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from flce import errors
 from flce.budget import MemoryBudget
 from flce.call import _arguments, _chunked, _heads
+from flce.call._checks import OLDEST_GPU
 from flce.call._options import check_options, of_kind, temperature_number
 from flce.call._targets import check_ignore_index, check_tensors, targets_of
 from flce.core import _native, checks
@@ -26,7 +27,6 @@ IMPLEMENTATIONS = ("auto", "flce", "torch_compile", "pytorch")
 _OF_FLCE = of_kind("kernels", "ranks")  # the others compute whole layers, in chunks of chunk_size
 # Options of what is trained on. None of them is in the loss that a model of transformers gives by itself.
 OF_TRAINING = of_kind("training")
-_OLDEST_GPU = (8, 0)
 
 
 @runtime_checkable
@@ -61,7 +61,7 @@ def with_budget(options: Mapping[str, Any]) -> LossOptions:
 
 def _why_not_flce() -> str | None:
     """Why "auto" does not choose flce on this machine; None if it does. On a CPU flce is the quicker one (docs/performance.md)."""
-    if torch.cuda.is_available() and torch.cuda.get_device_capability() < _OLDEST_GPU:
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() < OLDEST_GPU:
         return f"{torch.cuda.get_device_name()} is older than sm_80"
     try:
         _native.library()

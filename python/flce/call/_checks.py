@@ -21,6 +21,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TARGET_DTYPES = (torch.int64, torch.int32)
 COUNT_DTYPES = (torch.float32, torch.int32, torch.int64)
 HIDDEN_MULTIPLE = 8
+OLDEST_GPU = (8, 0)  # compute capability
 _CHANGED = " (in backward: something changed it since forward, such as an assignment to .data or a hook on saved tensors)"
 
 

@@ -20,13 +20,11 @@ from torch.autograd import forward_ad
 
 from flce import functional
 from flce.call import _call
-from flce.call._checks import DTYPES
+from flce.call._checks import DTYPES, OLDEST_GPU
 from flce.compat._common import nan_unless
 from flce.core._frame import PLAIN_TYPES
 
 __all__ = ["linear_cross_entropy"]
-
-_OLDEST_GPU = (8, 0)
 
 
 def linear_cross_entropy(
@@ -122,7 +120,7 @@ def _fits_device(devices: list[torch.device]) -> bool:
         return False
     if first.type != "cuda" or torch.compiler.is_compiling():
         return first.type in ("cpu", "cuda")
-    return torch.cuda.get_device_capability(first) >= _OLDEST_GPU
+    return torch.cuda.get_device_capability(first) >= OLDEST_GPU
 
 
 def _is_plain_autograd() -> bool:

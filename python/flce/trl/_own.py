@@ -13,14 +13,13 @@ import torch
 from torch import Tensor
 
 from flce import errors
-from flce.call._checks import DTYPES
+from flce.call._checks import DTYPES, OLDEST_GPU
 from flce.core import _locks
 from flce.core._once import say_once
 
 OLDEST = (1, 15)  # the oldest TRL that is taken
 TESTED = "1.16.0"
 OPTIONAL_OUTPUTS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
-_OLDEST_GPU = (8, 0)
 _UTILS = "trl.trainer.utils"
 
 _lock = _locks.new_lock()
@@ -154,7 +153,7 @@ def _why_own(hidden: Tensor, weight: Tensor, numbers: dict[str, float | None]) -
         return "hidden states are in torch.float64, and flce computes in float32, bfloat16 and float16"
     if device.type == "cuda":
         gpu = torch.cuda.get_device_properties(device)  # torch.compile reads these properties while it traces
-        if (gpu.major, gpu.minor) < _OLDEST_GPU:
+        if (gpu.major, gpu.minor) < OLDEST_GPU:
             return f"{gpu.name} is older than sm_80"
     for name, number in numbers.items():
         if isinstance(number, (int, float)) and number == 0:
