@@ -24,7 +24,7 @@ from flce.core import _autograd, _frame, _kernels, _native, _zero3
 from flce.core._frame import PLAIN_TYPES, CallOptions, Inputs
 
 _dispatch_modes, _tracing_state, _transforms = _autograd.dispatch_modes, _autograd.tracing_state, _autograd.transforms
-_any_autocast: Any = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
+_any_autocast = _autograd.any_autocast
 
 
 def run(

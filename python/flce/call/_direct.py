@@ -35,7 +35,7 @@ _STRIDED = torch.strided
 _NO_GRADIENTS = (None, None, None, None)
 
 # Short names for what is asked at every call.
-_any_autocast: Any = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
+_any_autocast = _autograd.any_autocast
 _empty_like = torch.empty_like
 _is_grad_enabled = torch.is_grad_enabled
 

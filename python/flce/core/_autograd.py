@@ -25,6 +25,8 @@ _running_node: Any = getattr(torch._C, "_current_autograd_node", None)
 dispatch_modes: Any = getattr(torch._C, "_len_torch_dispatch_stack", None)
 tracing_state: Any = getattr(torch._C, "_get_tracing_state", lambda: None)
 transforms: Any = getattr(getattr(torch._C, "_functorch", None), "peek_interpreter_stack", None)
+# Whether autocast is on for any kind of device; taken for on where this torch does not say.
+any_autocast: Any = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
 
 # Whether a node that was made in Python dies with the C++ graph above it, though its Python object is held: in torch before 2.13.
 # stage_backward_input drops that graph and stage_backward_weight begins at the node.
