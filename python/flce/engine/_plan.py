@@ -159,6 +159,11 @@ def names_of(config: Any) -> Names:
     return NAMES[config.model_type]
 
 
+def classifier_of(name: str) -> str:
+    """The class that a critic has in place of a language model's class of that name."""
+    return re.sub("ForCausalLM$|LMHeadModel$", "ForSequenceClassification", name)
+
+
 def skeleton(config: Any) -> Any:
     """The whole model as transformers makes it, on the meta device: shapes and modules without memory."""
     from transformers import AutoModelForCausalLM

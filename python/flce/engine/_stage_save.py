@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from flce.engine._checkpoint_files import Layout, along, files_of_stage, write_index
 from flce.engine._collective import gather, step, write_together
+from flce.engine._plan import classifier_of
 from flce.engine._replacement import copy_file, write_text
 from flce.engine._safetensors import NAMES_OF_DTYPES, Entry, write_file
 from flce.engine._stage import Stage
@@ -143,7 +143,5 @@ def _write_along(folder: Path, stage: Stage, config: Any, files_from: str | os.P
     config.dtype = stage.dtype
     if getattr(stage, "critic", False):
         config.num_labels = 1
-        config.architectures = [
-            re.sub("ForCausalLM$|LMHeadModel$", "ForSequenceClassification", n) for n in config.architectures or []
-        ] or None
+        config.architectures = list(map(classifier_of, config.architectures or ())) or None
     write_text(folder / "config.json", config.to_json_string())

@@ -6,7 +6,6 @@ import copy
 import functools
 import hashlib
 import math
-import re
 from typing import Any
 
 import torch
@@ -270,8 +269,7 @@ def _refuse_options(config: Any, critic: bool) -> None:
 def _refuse_model(model: Any, kind: type, plan: _plan.StagePlan, critic: bool) -> None:
     import transformers
 
-    classifier = re.sub("ForCausalLM$|LMHeadModel$", "ForSequenceClassification", kind.__name__)
-    kinds = [kind, getattr(transformers, classifier)] if critic else [kind]
+    kinds = [kind, getattr(transformers, _plan.classifier_of(kind.__name__))] if critic else [kind]
     if type(model) not in kinds:
         allowed = " or ".join(each.__name__ for each in kinds)
         raise errors.ArgumentError(
