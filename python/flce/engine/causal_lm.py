@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from flce import errors, huggingface
+import flce
+from flce import errors
 from flce.core import checks
 from flce.engine import _attention, _plan
 from flce.engine._packed import KVCache, PackedBatch
@@ -46,7 +47,7 @@ class CausalLMStage(Stage):
         self.critic = critic
         self.gradient_checkpointing = False
         self._tied = tied and plan.num_stages > 1 and not critic
-        options = {} if critic else huggingface.options_of(config)
+        options = {} if critic else flce.huggingface.options_of(config)
         self.logit_scale, self.softcap = options.get("logit_scale", 1.0), options.get("softcap", 0.0)
         for name, module in modules.items():
             _put(self, name, module)
@@ -258,7 +259,7 @@ def _refuse_options(config: Any, critic: bool) -> None:
     others = set(getattr(config, "layer_types", None) or ()) - _KNOWN_LAYERS
     if others:
         raise errors.ArgumentError(f"config.layer_types has {sorted(others)}; stages know {sorted(_KNOWN_LAYERS)}")
-    unknown = {} if critic else {k: v for k, v in huggingface.options_of(config).items() if k not in _HEAD_OPTIONS.get(kind, ())}
+    unknown = {} if critic else {k: v for k, v in flce.huggingface.options_of(config).items() if k not in _HEAD_OPTIONS.get(kind, ())}
     if unknown:
         raise errors.ArgumentError(
             f"config asks for {unknown} behind the output layer, which models of type {kind!r} do not apply; remove that from the "
