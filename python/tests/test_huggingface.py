@@ -246,6 +246,12 @@ def test_positional_arguments_and_copies() -> None:
     assert loss_fn(model(**batch), batch["labels"]).item() == expected
 
 
+def test_the_older_way_is_deprecated() -> None:
+    with pytest.warns(FutureWarning, match=r"deprecated and go in 0\.2: flce\.patch\(model\) computes the same loss") as warned:
+        return_hidden_states(tiny_model())
+    assert [each.filename for each in warned] == [__file__]
+
+
 def test_outputs_that_cannot_be_compared_are_refused() -> None:
     model = return_hidden_states(tiny_model().train())
     batch = labels_of(2)
