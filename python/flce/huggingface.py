@@ -61,16 +61,16 @@ def return_hidden_states(model: Any) -> Any:
     the model's own forward adds something to its loss (routers' balance losses); the model's own fields but for loss and logits; and the
     inputs of `CausalLMLoss`. Labels that are passed are not used.
 
-    Deprecated, and gone in 0.2 together with `CausalLMLoss`: `flce.patch` computes the same loss inside the model's forward, compares all of
-    it, and needs no compute_loss_func.
+    Deprecated, and gone in 0.2 together with `CausalLMLoss`: `flce.patch` computes the same loss inside the model's forward, compares all
+    of it, and needs no compute_loss_func.
 
     Raises:
         ArgumentError: here, where model has no output embeddings with a weight [V, D], or is tuned by virtual tokens; at the first step,
             where its forward does not call its output layer once.
     """
     warnings.warn(
-        "flce.huggingface.return_hidden_states and CausalLMLoss are deprecated and go in 0.2: flce.patch(model) computes the same loss in the "
-        "model's own forward, without compute_loss_func",
+        "flce.huggingface.return_hidden_states and CausalLMLoss are deprecated and go in 0.2: flce.patch(model) computes the same loss in "
+        "the model's own forward, without compute_loss_func",
         FutureWarning,
         stacklevel=2,
     )

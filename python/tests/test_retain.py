@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import flce
-from flce.core import _kernels, _native, _retain
+from flce.core import _autograd, _kernels, _native, _retain
 
 
 @pytest.mark.parametrize("way", ["eager", "aot_eager", "inductor"], indirect=True)
@@ -361,7 +361,7 @@ def test_an_interrupt_anywhere_leaves_nothing(device: str, watched: Watched, mon
 def test_a_copy_has_none_of_it(device: str, watched: Watched) -> None:
     problem = make(device)
     loss = loss_of(problem)
-    saved = loss.grad_fn.saved_tensors[0]  # type: ignore[union-attr]
+    saved = _autograd.python_node(loss).saved_tensors[0]
     assert _retain.of(saved) is not None
     assert _retain.of(copy.deepcopy(saved)) is None
     head = torch.nn.Linear(64, 3000, bias=False)
@@ -495,4 +495,4 @@ def test_small_layers_retain_nothing(device: str) -> None:
     if kernel.retains:
         assert kernel.choose_retained(1 << 20, workspace_limit_bytes=ALL).size
     loss = loss_of(problem)
-    assert _retain.of(loss.grad_fn.saved_tensors[0]) is None  # type: ignore[union-attr]
+    assert _retain.of(_autograd.python_node(loss).saved_tensors[0]) is None

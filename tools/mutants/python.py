@@ -201,12 +201,14 @@ def check() -> int:
 
 
 class Copy:
-    """A copy of python/ in which one module at a time has a fault."""
+    """A copy of python/ in which one module at a time has a fault, beside the rest of the checkout, which tests read."""
 
     def __init__(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="flce-faults-"))
         shutil.copytree(ROOT / "python", self.folder / "python")
-        shutil.copy(ROOT / "pyproject.toml", self.folder)
+        for beside in ROOT.iterdir():
+            if beside.name not in ("python", ".git"):
+                (self.folder / beside.name).symlink_to(beside)
 
     def passes(self, module: Module, fault: Fault | None, limit_s: float) -> bool:
         text = module.text.encode()
@@ -235,7 +237,7 @@ class Copy:
         home = str(self.folder / "python")
         sys.path.insert(0, home)
         os.environ["PYTHONPATH"] = f"{home}:{os.environ.get('PYTHONPATH', '')}"
-        os.environ.setdefault("FLCE_CACHE_DIR", str(self.folder / "cache"))
+        os.environ.setdefault("FLCE_CACHE_DIR", str(self.folder / "kernels"))
         import pytest
 
         return int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", *module.tests]))
