@@ -131,4 +131,19 @@ __device__ __forceinline__ float rcp_approx_ftz(float value) {
     asm("rcp.approx.ftz.f32 %0, %1;\n" : "=f"(r) : "f"(value));
     return r;
 }
+
+/// 9.7.13.1 and 9.7.9.8: counters in global memory that order what other blocks do.
+__device__ __forceinline__ void red_release_gpu_add(unsigned* counter, unsigned value) {
+    asm volatile("red.release.gpu.global.add.u32 [%0], %1;\n" ::"l"(counter), "r"(value) : "memory");
+}
+__device__ __forceinline__ unsigned atom_relaxed_gpu_add(unsigned* counter, unsigned value) {
+    unsigned r;
+    asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], %2;\n" : "=r"(r) : "l"(counter), "r"(value));
+    return r;
+}
+__device__ __forceinline__ unsigned ld_acquire_gpu(const unsigned* counter) {
+    unsigned r;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];\n" : "=r"(r) : "l"(counter) : "memory");
+    return r;
+}
 }  // namespace flce::ptx

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "flce/common/logit_epilogue.cuh"
+#include "flce/common/retained_epilogue.cuh"
 #include "flce/sm90/store.cuh"
 #include "flce/sm90/tickets.cuh"
 
@@ -303,9 +304,11 @@ struct GradHiddenSm90 {
             if (walk.in_parts() && !meet_parts(c)) return;
         }
         if constexpr (Problem::retain) {
-            if (p.row_scales != nullptr) scale_rows(c);
+            if (p.row_scales != nullptr) scale_tile_rows(mainloop.place, p.row_scales, row_of_part(), rows, c);
             if constexpr (Problem::label_smoothing) {
-                if (p.row_smoothing != nullptr && part() == 0) take_smoothing(c);
+                if (p.row_smoothing != nullptr && part() == 0) {
+                    take_weight_smoothing<kHidden>(mainloop.place, p.row_smoothing, p.weight_sum, row_of_part(), rows, walk.n, c);
+                }
             }
         }
         if (writes) {
@@ -362,44 +365,6 @@ struct GradHiddenSm90 {
             }
         }
         return true;
-    }
-
-    /// A scale of 0 is an ignored row's, whatever its products are.
-    __device__ __forceinline__ void scale_rows(typename MainloopT::Accumulators& c) const {
-#pragma unroll
-        for (int i = 0; i < MainloopT::kPiecesA; ++i) {
-#pragma unroll
-            for (int h = 0; h < 2; ++h) {
-                const int row = row_of_part() + mainloop.place.row(i, h);
-                const float scale = row < rows ? p.row_scales[row] : 0.f;
-#pragma unroll
-                for (int j = 0; j < MainloopT::kColumnPieces; ++j) {
-#pragma unroll
-                    for (int e = 0; e < 2; ++e) c[i][j][2 * h + e] = scale == 0.f ? 0.f : c[i][j][2 * h + e] * scale;
-                }
-            }
-        }
-    }
-
-    /// Subtracts label smoothing's term: the row's share of the sum of the weight.
-    __device__ __forceinline__ void take_smoothing(typename MainloopT::Accumulators& c) const {
-#pragma unroll
-        for (int i = 0; i < MainloopT::kPiecesA; ++i) {
-#pragma unroll
-            for (int h = 0; h < 2; ++h) {
-                const int row = row_of_part() + mainloop.place.row(i, h);
-                const float smoothing = row < rows ? p.row_smoothing[row] : 0.f;
-                if (smoothing == 0.f) continue;
-#pragma unroll
-                for (int j = 0; j < MainloopT::kColumnPieces; ++j) {
-                    const int k = walk.n + mainloop.place.column(j, 0);
-                    if (k >= kHidden) break;
-                    const float2 sum = *reinterpret_cast<const float2*>(p.weight_sum + k);
-                    c[i][j][2 * h] = __fmaf_rn(-smoothing, sum.x, c[i][j][2 * h]);
-                    c[i][j][2 * h + 1] = __fmaf_rn(-smoothing, sum.y, c[i][j][2 * h + 1]);
-                }
-            }
-        }
     }
 };
 

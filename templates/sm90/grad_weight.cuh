@@ -201,7 +201,9 @@ struct GradWeightSm90 {
             if (p.readers != nullptr) make_room(min(walk.m + TileT::kBlockM, extent_m));
         }
         if constexpr (Problem::retain && Problem::label_smoothing) {
-            if (p.hidden_sum != nullptr) take_smoothing(c);
+            if (p.hidden_sum != nullptr) {
+                take_hidden_smoothing<Problem>(mainloop.place, p.class_weight, p.hidden_sum, walk.m, walk.n, p.columns, c);
+            }
         }
         if (!writes()) {
             store_tile_sm90<true, false>(mainloop, c, sum, 1.f);
@@ -238,29 +240,6 @@ struct GradWeightSm90 {
                                     return *p.smoothing_total;
                                 }
                             });
-    }
-
-    /// Subtracts label smoothing's term: the class' share of the sum of the hidden states.
-    __device__ __forceinline__ void take_smoothing(typename MainloopT::Accumulators& c) const {
-        const auto smoothing_of = [&](int column) { return Problem::class_weight ? p.class_weight[min(column, p.columns - 1)] : 1.f; };
-        const auto sum_of = [&](int k) { return k < kHidden ? p.hidden_sum[k] : 0.f; };
-#pragma unroll
-        for (int i = 0; i < MainloopT::kPiecesA; ++i) {
-#pragma unroll
-            for (int h = 0; h < 2; ++h) {
-                const int m = walk.m + mainloop.place.row(i, h);
-                const float of_row = Problem::hidden_major ? sum_of(m) : smoothing_of(m);
-#pragma unroll
-                for (int j = 0; j < MainloopT::kColumnPieces; ++j) {
-#pragma unroll
-                    for (int e = 0; e < 2; ++e) {
-                        const int n = walk.n + mainloop.place.column(j, e);
-                        const float of_column = Problem::hidden_major ? smoothing_of(n) : sum_of(n);
-                        c[i][j][2 * h + e] = __fmaf_rn(-of_row, of_column, c[i][j][2 * h + e]);
-                    }
-                }
-            }
-        }
     }
 
     /// Tells that this warp has multiplied its tile, and waits until rows up to `end` of grad_weight are free.

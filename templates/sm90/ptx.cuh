@@ -157,16 +157,8 @@ __device__ __forceinline__ void griddepcontrol_launch_dependents() { asm volatil
 __device__ __forceinline__ void griddepcontrol_wait() { asm volatile("griddepcontrol.wait;\n" ::: "memory"); }
 
 // ---- 9.7.13.1 and 9.7.9.8: counters in global memory that order what other blocks do
-__device__ __forceinline__ void red_release_gpu_add(unsigned* counter, unsigned value) {
-    asm volatile("red.release.gpu.global.add.u32 [%0], %1;\n" ::"l"(counter), "r"(value) : "memory");
-}
 __device__ __forceinline__ void red_relaxed_gpu_add(unsigned* counter, unsigned value) {
     asm volatile("red.relaxed.gpu.global.add.u32 [%0], %1;\n" ::"l"(counter), "r"(value));
-}
-__device__ __forceinline__ unsigned atom_relaxed_gpu_add(unsigned* counter, unsigned value) {
-    unsigned r;
-    asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], %2;\n" : "=r"(r) : "l"(counter), "r"(value));
-    return r;
 }
 /// Returns the word's old value; writes `value` if the old value was `expected`.
 __device__ __forceinline__ unsigned atom_relaxed_gpu_cas(unsigned* word, unsigned expected, unsigned value) {
@@ -182,11 +174,6 @@ __device__ __forceinline__ unsigned atom_release_gpu_add(unsigned* counter, unsi
 __device__ __forceinline__ unsigned ld_relaxed_gpu(const unsigned* counter) {
     unsigned r;
     asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];\n" : "=r"(r) : "l"(counter));
-    return r;
-}
-__device__ __forceinline__ unsigned ld_acquire_gpu(const unsigned* counter) {
-    unsigned r;
-    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];\n" : "=r"(r) : "l"(counter) : "memory");
     return r;
 }
 
