@@ -59,6 +59,20 @@ double tile_efficiency(std::span<const TileCandidate> table, GemmRole role, cons
     return 0.9 * reuse / (reuse + 8.0);
 }
 
+Reason retain_problem(const Spec& spec) {
+    if (spec.batch_invariant)
+        return std::string("retain: how much is retained depends on the number of tokens, and batch_invariant asks for the same bits");
+    if (rounds_weight(spec)) return std::string("retain: references are single rows of the weight, which is rounded a stretch at a time");
+    if (spec.dtype != DType::bf16) return fmt::format("retain: exponentials have bf16's range, not {}'s", to_string(spec.dtype));
+    if (spec.softcap != 0.0 && spec.label_smoothing > 0) {
+        return std::string(
+            "retain: label smoothing's gradient under a softcap is no product of a number of the token and one of the class");
+    }
+    return std::nullopt;
+}
+
+bool smooths_retained(const Spec& spec, const Plan& plan) { return plan.strategy == Strategy::retain && spec.label_smoothing > 0; }
+
 bool lends_grad_weight(const Spec& spec, const GemmTile& grad_weight, int cluster) {
     return may_lend_grad_weight(spec) && kRetainedColumns % (cluster * grad_weight.block_m) == 0;
 }

@@ -117,6 +117,10 @@ struct CudaPath {
 /// suggests.
 [[nodiscard]] double tile_efficiency(std::span<const TileCandidate> table, GemmRole role, const GemmTile& tile, TileWarps warps);
 
+/// Why no path can retain exponentials of `spec`.
+[[nodiscard]] Reason retain_problem(const Spec& spec);
+/// Whether gradients of retained exponentials lack label smoothing's terms, which their kernels' epilogues subtract.
+[[nodiscard]] bool smooths_retained(const Spec& spec, const Plan& plan);
 /// Whether retained exponentials may lie in grad_weight's memory: grad_weight is written in the vocabulary's order, and blocks of
 /// exponentials are whole tiles of grad_weight, of which `cluster` blocks write one.
 [[nodiscard]] bool lends_grad_weight(const Spec& spec, const GemmTile& grad_weight, int cluster);

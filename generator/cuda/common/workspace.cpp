@@ -217,6 +217,11 @@ RetainedLayout retained_for_backward(const Spec& spec, const Plan& plan, bool le
     return retained;
 }
 
+std::int64_t smoothing_bytes(const Spec& spec) {
+    const std::int64_t sums = 2 * (kSmoothingParts + 1) * spec.hidden_size + (spec.bias ? 1 : 0);
+    return spec.label_smoothing > 0 ? multiple_above(sums * 4, kWorkspaceAlignment) : 0;
+}
+
 std::int64_t retained_blocks(const Spec& spec) { return multiple_above(spec.vocab_size, kRetainedColumns) / kRetainedColumns; }
 
 }  // namespace flce

@@ -174,6 +174,9 @@ struct RetainedLayout {
 [[nodiscard]] RetainedLayout retained_layout(const Spec& spec, const Plan& plan, bool lends);
 /// Retained memory that backward reads: none in a call that has an entropy's gradient, which needs the logits again.
 [[nodiscard]] RetainedLayout retained_for_backward(const Spec& spec, const Plan& plan, bool lends);
+/// Bytes for the sums over the weight and over hidden states that label smoothing needs beside retained exponentials, of each stretch and
+/// in all, and for a bias's total.
+[[nodiscard]] std::int64_t smoothing_bytes(const Spec& spec);
 /// Blocks of kRetainedColumns that the vocabulary has.
 [[nodiscard]] std::int64_t retained_blocks(const Spec& spec);
 

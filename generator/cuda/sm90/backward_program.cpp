@@ -2,6 +2,7 @@
 #include <iterator>
 #include <utility>
 
+#include "generator/cuda/common/retained_steps.hpp"
 #include "generator/cuda/sm90/backward_pass.hpp"
 #include "generator/cuda/sm90/maps.hpp"
 #include "generator/cuda/sm90/path.hpp"

@@ -4,6 +4,7 @@
 
 #include "generator/cuda/common/forward_steps.hpp"
 #include "generator/cuda/common/prepare.hpp"
+#include "generator/cuda/common/retained_steps.hpp"
 #include "generator/cuda/sm90/maps.hpp"
 #include "generator/cuda/sm90/path.hpp"
 #include "templates/sm90/params.cuh"
@@ -25,27 +26,16 @@ Expr prepares_forward(const Spec& spec) { return sums_class_weights(spec) ? Expr
 
 struct ForwardPassSm90 : ForwardPass {
     const ForwardLayoutSm90& layout;  ///< ForwardPass's, with this path's places
-    const RetainedLayout& retained;   ///< the layout's
+    RetainedLaunch retained;          ///< of the layout's memory
     std::vector<ForwardKernel> kernels;
-    // Addresses of the launch's rows in retained memory.
-    Expr references;
-    Expr target_logits;
-    Expr stale;
 
     ForwardPassSm90(const Spec& spec, const Device& device, const Plan& plan, const CudaSource& source, const ForwardLayoutSm90& layout)
-        : ForwardPass(spec, plan, source, layout),
-          layout(layout),
-          retained(layout.retained),
-          references(retained_at(retained.references) + rows.first * 4),
-          target_logits(retained_at(retained.target_logits) + rows.first * 4),
-          stale(retained_at(retained.stale) + floor_div(rows.first, kOutputRows) * 4) {
+        : ForwardPass(spec, plan, source, layout), layout(layout), retained(layout.retained, rows) {
         const Expr few = less(slot(Slot::num_tokens), kFewTokens + 1);
         const ForwardShape few_tokens = few_tokens_shape(spec, plan);
         kernels = {{KernelRole::forward_few, few_tokens, few_tokens_grid(spec, device, plan, few_tokens), few},
                    {KernelRole::forward, forward_shape(plan), forward_grid(spec, device, plan, rows.count), !few}};
     }
-    /// An address, or 0 where the caller has no memory to retain in.
-    [[nodiscard]] Expr if_retained(const Expr& address) const { return select(less(0, retained.columns), address, 0); }
 };
 
 /// The number of a row's partial sums is known to the device alone (PassScalars::splits).
@@ -78,7 +68,7 @@ LaunchBuilder<ForwardSm90Params> gemm_launch(const ForwardPassSm90& pass, const 
 /// Retains exponentials. `again`: only of stale rows, and nothing else.
 Statement forward_retain_launch(const ForwardPassSm90& pass, const ForwardKernel& kernel, bool again) {
     using Params = ForwardSm90Params;
-    const RetainedLayout& retained = pass.retained;
+    const RetainedLayout& retained = pass.retained.layout;
     const LaunchRows& rows = pass.rows;
     // There is always something to map; where nothing is retained it is not used.
     const Expr any = less(0, retained.columns);
@@ -91,31 +81,11 @@ Statement forward_retain_launch(const ForwardPassSm90& pass, const ForwardKernel
                               select(any, retained.block_bytes, kWorkspaceAlignment)};
     LaunchBuilder<Params> launch = gemm_launch(pass, kernel);
     launch.set_map(&Params::retained_map, blocks, 64)
-        .set(&Params::references, pass.if_retained(pass.references))
-        .set(&Params::stale, pass.if_retained(pass.stale))
+        .set(&Params::references, pass.retained.if_retained(pass.retained.references))
+        .set(&Params::stale, pass.retained.if_retained(pass.retained.stale))
         .set(&Params::retained_columns, retained.columns)
         .set(&Params::again, again ? 1 : 0);
     return build_tempered(std::move(launch), pass.spec, temperatures_at(rows));
-}
-
-/// A number near each row's logits, to which exponentials are relative. Hidden states of listed tokens are brought together, too.
-Statement references_launch(const ForwardPassSm90& pass) {
-    using Params = ReferencesParams;
-    const LaunchRows& rows = pass.rows;
-    LaunchBuilder<Params> launch(pass.source.kernel(KernelRole::references), ceil_div(rows.count, kRowThreads / 32));
-    launch.set(&Params::hidden, hidden_row_at(pass.spec, rows.base))
-        .set(&Params::weight, slot(Slot::weight))
-        .set(&Params::bias, slot(Slot::bias))
-        .set_targets(&Params::targets, pass.spec, rows.base)
-        .set_teacher(&Params::teacher, pass.spec, rows.base)
-        .set_list(&Params::list, pass.list, rows.first)
-        .set(&Params::references, pass.references)
-        .set(&Params::compact, select(pass.layout.compacts, workspace_at(pass.layout.compact), 0))
-        .set(&Params::temperature, temperatures_at(rows))
-        .set_transform(&Params::transform, pass.spec)
-        .set(&Params::rows, rows.count)
-        .set(&Params::tokens, slot(Slot::num_tokens));
-    return launch.build();
 }
 
 /// Brings the hidden states of listed tokens together.
@@ -139,19 +109,10 @@ std::vector<Statement> by_tokens(const ForwardPassSm90& pass, const MakeLaunch& 
 
 /// The GEMM and what follows from it of one launch's rows, where exponentials are retained.
 std::vector<Statement> retaining_steps(const ForwardPassSm90& pass) {
-    const Expr any = less(0, pass.retained.columns);
-    const auto gemm = [&](bool again) {
+    const Expr compact = select(pass.layout.compacts, workspace_at(pass.layout.compact), 0);
+    return flce::retaining_steps(pass, pass.retained, compact, [&](bool again) {
         return by_tokens(pass, [&](const ForwardKernel& kernel) { return forward_retain_launch(pass, kernel, again); });
-    };
-    std::vector<Statement> steps = teacher_logits_steps(pass);
-    steps.push_back({If{any, {references_launch(pass)}}});
-    std::ranges::move(with_columns(pass.spec, gemm(false)), std::back_inserter(steps));
-    steps.push_back(
-        row_outputs_launch(pass, {pass.if_retained(pass.references), pass.if_retained(pass.target_logits), pass.if_retained(pass.stale)}));
-    // Exponentials of rows whose logits turned out to be far above their reference. There are hardly ever any, and then the launch ends at
-    // once. No output comes of it.
-    steps.push_back({If{any, gemm(true)}});
-    return steps;
+    });
 }
 
 }  // namespace
@@ -161,7 +122,7 @@ LaunchProgram forward_program(const Spec& spec, const Device& device, const Plan
     const ForwardPassSm90 pass(spec, device, plan, source, layout);
     const Preparation preparation{.list = pass.list, .outputs = true, .counters = layout.counters, .counter_count = layout.counter_words};
     const bool may_retain = plan.strategy == Strategy::retain;
-    const Expr retains = less(0, pass.retained.columns);  // then `references` brings hidden states together
+    const Expr retains = less(0, layout.retained.columns);  // then `references` brings hidden states together
     const auto gemm = [&](const ForwardKernel& kernel) { return build_gemm<ForwardStretchSm90Params>(pass, gemm_launch(pass, kernel)); };
     std::vector<Statement> body = {{If{prepares_forward(spec), {prepare_launch(spec, source, preparation)}}}};
     body.push_back({If{may_retain ? and_not(layout.compacts, retains) : layout.compacts, {gather_compact_launch(pass)}}});

@@ -100,13 +100,6 @@ std::int64_t progress_bytes(const Spec& spec, const Plan& plan) {
 /// Counters that backward sets to 0 where exponentials are retained.
 std::int64_t counter_count(const Spec& spec) { return std::int64_t{kPaceCounters} + kMostTailTiles + retained_blocks(spec); }
 
-/// The sums over the weight and over hidden states that label smoothing needs beside retained exponentials, of each stretch and in all, and
-/// a bias's total.
-std::int64_t smoothing_bytes(const Spec& spec) {
-    const std::int64_t sums = 2 * (kSmoothingParts + 1) * spec.hidden_size + (spec.bias ? 1 : 0);
-    return spec.label_smoothing > 0 ? multiple_above(sums * 4, kWorkspaceAlignment) : 0;
-}
-
 BackwardSizes sizes_of(const Spec& spec, const Plan& plan) {
     const bool retains = plan.strategy == Strategy::retain;
     const std::int64_t retaining = retains ? multiple_above(counter_count(spec) * 4, kWorkspaceAlignment) + smoothing_bytes(spec) : 0;

@@ -26,7 +26,4 @@ inline constexpr int kSecondRows = 64 / kClusterBlocks;
     return spec.layout == WeightLayout::vocab_major || rounds_weight(spec);
 }
 
-/// An address in retained memory.
-[[nodiscard]] inline Expr retained_at(const Expr& offset) { return slot(Slot::retained) + offset; }
-
 }  // namespace flce::sm90

@@ -84,18 +84,6 @@ GemmTile with_stages(const Spec& spec, GemmRole role, GemmTile tile) {
     return tile;
 }
 
-Reason retain_problem(const Spec& spec) {
-    if (spec.batch_invariant)
-        return std::string("retain: how much is retained depends on the number of tokens, and batch_invariant asks for the same bits");
-    if (rounds_weight(spec)) return std::string("retain: references are single rows of the weight, which is rounded a stretch at a time");
-    if (spec.dtype != DType::bf16) return fmt::format("retain: exponentials have bf16's range, not {}'s", to_string(spec.dtype));
-    if (spec.softcap != 0.0 && spec.label_smoothing > 0) {
-        return std::string(
-            "retain: label smoothing's gradient under a softcap is no product of a number of the token and one of the class");
-    }
-    return std::nullopt;
-}
-
 }  // namespace
 
 Reason problem(const Spec& spec, const Device& device, Strategy strategy) {
@@ -151,8 +139,6 @@ KernelBlock block(const Spec& spec, GemmRole role, const GemmTile& tile) {
 bool defers_hidden(const Spec& spec, const Plan& plan) {
     return is_shard(spec) && plan.strategy == Strategy::retain && spec.label_smoothing <= 0;
 }
-
-bool smooths_retained(const Spec& spec, const Plan& plan) { return plan.strategy == Strategy::retain && spec.label_smoothing > 0; }
 
 ForwardShape few_tokens_shape(const Spec& spec, const Plan& plan) {
     const int limit = accumulator_limit(spec, GemmRole::forward);

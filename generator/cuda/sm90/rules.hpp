@@ -36,8 +36,6 @@ inline constexpr int kFewTokens = 128;
 /// spec, which allows one tile for forward.
 [[nodiscard]] int segment_tiles(const Spec& spec, const GemmTile& forward);
 
-/// Whether gradients of retained exponentials lack label smoothing's terms, which their kernels' epilogues subtract.
-[[nodiscard]] bool smooths_retained(const Spec& spec, const Plan& plan);
 /// CudaProgram::defers_hidden. False with label smoothing: its term of grad_hidden is added up along with its term of grad_weight, which
 /// reads hidden.
 [[nodiscard]] bool defers_hidden(const Spec& spec, const Plan& plan);
