@@ -3,7 +3,7 @@
 #pragma once
 
 #include "flce/common/logit_epilogue.cuh"
-#include "flce/sm80/mainloop.cuh"
+#include "flce/sm80/retained_tile.cuh"
 
 namespace flce {
 
@@ -13,11 +13,12 @@ struct ForwardBlock {
     using MainloopT = Mainloop<LogitOperands<Problem>, TileT>;
     using Accumulators = typename MainloopT::Accumulators;
     using Fields = PartialFields<Problem>;
-    using Params = TemperedOf<Problem, ForwardParamsOf<Problem>>;
+    using Params = TemperedOf<Problem, Select<Problem::retain, RetainForwardParams, ForwardParamsOf<Problem>>>;
     using WeightT = WeightOperand<Problem>;
     enum : int { kSlices = ceil_div(Problem::hidden_size, TileT::kBlockK) };
     enum : int { kStates = TileT::kWarpsN * TileT::kBlockM };
-    enum : int { kRowWords = Problem::temperature ? 2 : 1 };  ///< label and temperature
+    /// A row's label, its temperature and its reference.
+    enum : int { kRowWords = 1 + (Problem::temperature ? 1 : 0) + (Problem::retain ? 1 : 0) };
     enum : int { kSmemBytes = MainloopT::kSmemBytes + 4 * (Fields::kCount * kStates + kRowWords * TileT::kBlockM) };
     enum : int { kThreads = TileT::kThreads };
     enum : int { kRowPieces = MainloopT::kPiecesA };
@@ -55,7 +56,7 @@ struct ForwardBlock {
     const Params& p;
     MainloopT mainloop;
     float* states;  // [fields][warps_n][kBlockM]
-    int* targets;   // [kBlockM]; behind them temperatures, where the Problem has them
+    int* targets;   // [kBlockM]; behind them temperatures and references, where the Problem has them
 
     __device__ __forceinline__ explicit ForwardBlock(const Params& params)
         : p(params),
@@ -64,9 +65,10 @@ struct ForwardBlock {
           targets(reinterpret_cast<int*>(states + Fields::kCount * kStates)) {}
 
     __device__ __forceinline__ void run() {
+        if (goes_again() && !any_stale<TileT>(p, first_row())) return;
         initialise();
         const int split = static_cast<int>(blockIdx.y);
-        const int tiles = ceil_div(forward_columns<Problem>(p), TileT::kBlockN);
+        const int tiles = ceil_div(columns(), TileT::kBlockN);
         const int first = static_cast<int>(static_cast<long long>(tiles) * split / p.splits);
         const int end = static_cast<int>(static_cast<long long>(tiles) * (split + 1) / p.splits);
         Feed feed(p, first, end);
@@ -78,16 +80,37 @@ struct ForwardBlock {
             mainloop.accumulate(feed, kSlices, c);
             reduce(c, forward_first_column<Problem>(p) + tile * TileT::kBlockN);
         }
-        finish(split);
+        if (!goes_again()) finish(split);
+    }
+
+    static __device__ __forceinline__ long long first_row() { return static_cast<long long>(blockIdx.x) * TileT::kBlockM; }
+    /// Whether the launch goes through stale rows again: rows whose reference turned out to be far below their logits. Only their
+    /// exponentials are written.
+    __device__ __forceinline__ bool goes_again() const {
+        if constexpr (Problem::retain) return p.again != 0;
+        return false;
+    }
+    __device__ __forceinline__ int columns() const {
+        const int all = forward_columns<Problem>(p);
+        if constexpr (Problem::retain) return goes_again() ? min(all, p.retained_columns) : all;
+        return all;
+    }
+    /// Whether rows are added up as exponentials that are retained are.
+    __device__ __forceinline__ bool retains() const {
+        if constexpr (Problem::retain) return kForwardHasFalls<Problem> || p.retained_columns > 0;
+        return false;
     }
 
     __device__ __forceinline__ void initialise() {
-        const RowSums nothing = sums_of_nothing(lowest_logit(), -infinity());
+        const RowSums nothing = sums_of_nothing(kForwardHasFalls<Problem> ? infinity() : lowest_logit(), -infinity());
         for (int i = static_cast<int>(threadIdx.x); i < kStates; i += TileT::kThreads) Fields::store(states + i, kStates, nothing);
-        const long long row0 = static_cast<long long>(blockIdx.x) * TileT::kBlockM;
+        const long long row0 = first_row();
         for (int i = static_cast<int>(threadIdx.x); i < TileT::kBlockM; i += TileT::kThreads) {
             targets[i] = row0 + i < p.rows ? load_target<Problem>(p.targets, row0 + i) : kIgnored;
             if constexpr (Problem::temperature) temperatures()[i] = row0 + i < p.rows ? p.temperatures[row0 + i] : 1.f;
+            if constexpr (Problem::retain) {
+                references()[i] = p.retained_columns > 0 && row0 + i < p.rows ? p.references[row0 + i] : 0.f;
+            }
         }
     }
 
@@ -97,10 +120,37 @@ struct ForwardBlock {
     };
     __device__ __forceinline__ float* temperatures() const { return reinterpret_cast<float*>(targets + TileT::kBlockM); }
 
+    __device__ __forceinline__ float* references() const { return temperatures() + (Problem::temperature ? int(TileT::kBlockM) : 0); }
+
     /// Adds a tile of logits to the warp's row states.
     __device__ __forceinline__ void reduce(Accumulators& c, int first_column) {
         float weighted[kRowPieces][2] = {};
-        to_logits<Problem>(p, mainloop.place, first_column, TileT::kBlockN, RowTemperatures{temperatures()}, c, weighted);
+        if constexpr (kForwardHasFalls<Problem>) {
+            to_falls<Problem>(p, mainloop.place, first_column, TileT::kBlockN, c);
+            return retain(c, first_column, weighted);
+        } else {
+            to_logits<Problem>(p, mainloop.place, first_column, TileT::kBlockN, RowTemperatures{temperatures()}, c, weighted);
+            if (retains()) return retain(c, first_column, weighted);
+            reduce_logits(c, first_column, weighted);
+        }
+    }
+
+    __device__ __forceinline__ void retain(Accumulators& c, int first_column, const float (&weighted)[kRowPieces][2]) {
+        if constexpr (Problem::retain) {
+            // Numbers that follow from a thread's place are worked out anew after this: kept beside the accumulators, they would not fit.
+            asm volatile("" : "+r"(mainloop.place.lane), "+r"(mainloop.place.warp_m), "+r"(mainloop.place.warp_n));
+#pragma unroll
+            for (int i = 0; i < kRowPieces; ++i) {
+#pragma unroll
+                for (int h = 0; h < 2; ++h) pick_target(c[i], h, mainloop.place.row(i, h), first_column);
+            }
+            const RetainedTile<Problem, TileT, Params> tile{p,           mainloop.place, states,      references(), temperatures(),
+                                                            first_row(), first_column};
+            tile.reduce(c, weighted);
+        }
+    }
+
+    __device__ __forceinline__ void reduce_logits(Accumulators& c, int first_column, const float (&weighted)[kRowPieces][2]) {
 #pragma unroll
         for (int i = 0; i < kRowPieces; ++i) {
 #pragma unroll
@@ -110,25 +160,12 @@ struct ForwardBlock {
         }
     }
 
-    static __device__ __forceinline__ float quad_max(float x) {
-        x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
-        return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
-    }
-    static __device__ __forceinline__ int quad_min(int x) {
-        x = min(x, __shfl_xor_sync(0xffffffffu, x, 1));
-        return min(x, __shfl_xor_sync(0xffffffffu, x, 2));
-    }
-    static __device__ __forceinline__ float quad_sum(float x) {
-        x += __shfl_xor_sync(0xffffffffu, x, 1);
-        return x + __shfl_xor_sync(0xffffffffu, x, 2);
-    }
-
     __device__ __forceinline__ void reduce_row(const float (&c)[kColumnPieces][4], int h, int row, int first_column, float weighted) {
         pick_target(c, h, row, first_column);
         float tile_max = c[0][2 * h];
 #pragma unroll
         for (int j = 0; j < kColumnPieces; ++j) tile_max = fmaxf(tile_max, fmaxf(c[j][2 * h], c[j][2 * h + 1]));
-        tile_max = quad_max(tile_max);
+        tile_max = Quad::largest(tile_max);
         float* const state = states + mainloop.place.warp_n * TileT::kBlockM + row;
         const RowSums old = Fields::load(state, kStates);
         RowSums now;
@@ -147,20 +184,20 @@ struct ForwardBlock {
                 if constexpr (Problem::square_sum) now.exp_sq_sum = __fmaf_rn(exponential, exponential, now.exp_sq_sum);
             }
         }
-        now.exp_sum = quad_sum(now.exp_sum);
+        now.exp_sum = Quad::sum(now.exp_sum);
         const float shift = old.exp_sum > 0.f ? fmaxf(old.max - now.max, farthest_below()) : 0.f;
         const float factor = Problem::Math::exp(shift);
         if constexpr (Problem::entropy) {
-            now.exp_z_sum = quad_sum(now.exp_z_sum) + factor * (old.exp_z_sum + shift * old.exp_sum);
+            now.exp_z_sum = Quad::sum(now.exp_z_sum) + factor * (old.exp_z_sum + shift * old.exp_sum);
         }
         now.exp_sum += factor * old.exp_sum;
-        if constexpr (Problem::square_sum) now.exp_sq_sum = quad_sum(now.exp_sq_sum) + factor * factor * old.exp_sq_sum;
+        if constexpr (Problem::square_sum) now.exp_sq_sum = Quad::sum(now.exp_sq_sum) + factor * factor * old.exp_sq_sum;
         if constexpr (Problem::top1) {
             const int first_class = first_column + mainloop.place.column(0, 0);
             const int found = tile_max >= old.max ? class_of(c, h, tile_max, first_class) : FLCE_NO_CLASS;
-            now.top1 = first_of_largest(old.max, old.top1, tile_max, quad_min(found));
+            now.top1 = first_of_largest(old.max, old.top1, tile_max, Quad::least(found));
         }
-        if constexpr (Problem::label_smoothing) now.weighted_sum = old.weighted_sum + quad_sum(weighted);
+        if constexpr (Problem::label_smoothing) now.weighted_sum = old.weighted_sum + Quad::sum(weighted);
         __syncwarp();  // all four lanes have read the old state
         if (mainloop.place.lane % 4 == 0) Fields::store(state, kStates, now);
     }
@@ -169,20 +206,29 @@ struct ForwardBlock {
     __device__ __forceinline__ void pick_target(const float (&c)[kColumnPieces][4], int h, int row, int first_column) {
         const int within = targets[row] - first_column - mainloop.place.column(0, 0);
         if (!has_column<kColumnPieces>(within)) return;
-        p.target_logits[static_cast<long long>(blockIdx.x) * TileT::kBlockM + row] = pick_column(c, h, within);
+        float logit = pick_column(c, h, within);
+        if constexpr (kForwardHasFalls<Problem>) logit = Problem::falls(p.transform).logit(logit);
+        p.target_logits[first_row() + row] = logit;
     }
 
     /// Merges the warps that share rows, in the order of their columns.
     __device__ __forceinline__ void finish(int split) {
         __syncthreads();  // all states are final
-        const long long row0 = static_cast<long long>(blockIdx.x) * TileT::kBlockM;
+        const long long row0 = first_row();
         for (int row = static_cast<int>(threadIdx.x); row < TileT::kBlockM; row += TileT::kThreads) {
             if (row0 + row >= p.rows) break;
-            RowSums sums = Fields::load(states + row, kStates);
+            RowSums sums = state_of(row, 0);
 #pragma unroll
-            for (int w = 1; w < TileT::kWarpsN; ++w) sums = merge(sums, Fields::load(states + w * TileT::kBlockM + row, kStates));
+            for (int w = 1; w < TileT::kWarpsN; ++w) sums = merge(sums, state_of(row, w));
             Fields::store(p.partials + split * Fields::kCount * p.partial_rows + row0 + row, p.partial_rows, sums);
         }
+    }
+    __device__ __forceinline__ RowSums state_of(int row, int warp_n) const {
+        const RowSums sums = Fields::load(states + warp_n * TileT::kBlockM + row, kStates);
+        if constexpr (Problem::retain) {
+            if (retains()) return RetainedTile<Problem, TileT, Params>::whole(p, sums, references()[row]);
+        }
+        return sums;
     }
 };
 

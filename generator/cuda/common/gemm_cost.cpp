@@ -58,6 +58,34 @@ Cost chunked_backward_cost(const Spec& spec, const Device& device, const Plan& p
     return cost;
 }
 
+RetainedGemms::RetainedGemms(const Spec& spec, const Device& device, const Plan& plan, double num_tokens, double retained)
+    : spec_(spec), device_(device), plan_(plan), tokens_(num_tokens), columns_(retained * static_cast<double>(spec.vocab_size)) {
+    const double d = static_cast<double>(spec.hidden_size);
+    const double moves = spec.grad_weight_mode == GradMode::accumulate ? 2 : 1;
+    gemm_flops = 2.0 * tokens_ * columns_ * d;
+    exponentials = tokens_ * columns_ * static_cast<double>(element_bytes(spec.dtype));
+    gradient = columns_ * d * static_cast<double>(element_bytes(spec.grad_weight_dtype)) * moves;
+}
+
+Cost RetainedGemms::cost() const {
+    const GemmCost gemm(spec_, device_, plan_);
+    const double d = static_cast<double>(spec_.hidden_size);
+    const double weight = columns_ * d * static_cast<double>(element_bytes(spec_.dtype));
+    const double for_bias = spec_.bias && !adds_up_bias ? exponentials : 0;
+    const double grad_weight =
+        grad_weight_seconds ? *grad_weight_seconds
+                            : gemm.seconds(GemmRole::grad_weight, plan_.cuda.grad_weight, {columns_, d, tokens_}, exponentials + gradient);
+    return {.flops = 2 * gemm_flops,
+            .bytes = 2 * exponentials + weight + gradient + for_bias,
+            .seconds = gemm.seconds(GemmRole::grad_hidden, plan_.cuda.grad_hidden, {tokens_, d, columns_}, exponentials + weight) +
+                       grad_weight + for_bias / device_.gpu.bandwidth_bytes_per_s};
+}
+
+Cost mixed(const Cost& again, const Cost& kept, double retained) {
+    const double rest = 1 - retained;
+    return {again.flops * rest + kept.flops, again.bytes * rest + kept.bytes, again.seconds * rest + kept.seconds};
+}
+
 double gpu_chunk_rows(const Spec& spec, const Plan& plan, double num_tokens) {
     const double column = num_tokens + (rounds_weight(spec) ? static_cast<double>(spec.hidden_size) : 0);
     return chunk_rows_that_fit(spec, plan, std::lcm(plan.cuda.dlogits.block_n, 128), column);

@@ -1,6 +1,8 @@
 // Expected time of a path's GEMMs: the larger of the arithmetic, in whole waves of tiles, and of the memory traffic.
 #pragma once
 
+#include <optional>
+
 #include "flce/device.hpp"
 #include "flce/plan.hpp"
 #include "generator/cuda/common/cuda_path.hpp"
@@ -33,6 +35,28 @@ private:
 [[nodiscard]] Cost gpu_forward_cost(const Spec& spec, const Device& device, const Plan& plan, double num_tokens, double retained);
 /// Backward with the three GEMMs of each chunk one after the other.
 [[nodiscard]] Cost chunked_backward_cost(const Spec& spec, const Device& device, const Plan& plan, double num_tokens);
+/// Backward of the `retained` part of the vocabulary, 0 to 1: two plain GEMMs over its exponentials.
+class RetainedGemms {
+public:
+    RetainedGemms(const Spec& spec, const Device& device, const Plan& plan, double num_tokens, double retained);
+    [[nodiscard]] Cost cost() const;
+
+    double gemm_flops;    ///< of one GEMM
+    double exponentials;  ///< bytes
+    double gradient;      ///< bytes of grad_weight that are moved
+    // A path's choices.
+    bool adds_up_bias = false;                  ///< whether grad_bias takes no pass over the exponentials of its own
+    std::optional<double> grad_weight_seconds;  ///< instead of GemmCost's
+
+private:
+    const Spec& spec_;
+    const Device& device_;
+    const Plan& plan_;
+    double tokens_;
+    double columns_;
+};
+/// Cost where the `retained` part of the vocabulary costs `kept` and all of it would cost `again`.
+[[nodiscard]] Cost mixed(const Cost& again, const Cost& kept, double retained);
 /// Vocabulary rows of a chunk, as scratch allows: the gradients of a column's logits and its rounded weights have to fit.
 [[nodiscard]] double gpu_chunk_rows(const Spec& spec, const Plan& plan, double num_tokens);
 /// Adds the pass that rounds the weight, where the spec's is rounded.

@@ -12,42 +12,56 @@ namespace sm80 {
 namespace {
 
 constexpr std::string_view kName = "cuda_sm80";
-constexpr std::array kStrategies = {Strategy::recompute};
+constexpr std::array kStrategies = {Strategy::retain, Strategy::recompute};
 
-Reason problem(const Spec& spec, const Device& device, Strategy /*strategy*/) {
+Reason problem(const Spec& spec, const Device& device, Strategy strategy) {
     if (spec.batch_invariant) {
         return fmt::format("batch_invariant: {} divides sums by the number of tokens; it needs the CPU, or a Hopper GPU and bf16", kName);
     }
-    return oldest_gpu_problem(device);
+    if (auto reason = oldest_gpu_problem(device)) return reason;
+    return strategy == Strategy::retain ? retain_problem(spec) : std::nullopt;
 }
 
 CudaSource source(const Spec& spec, const Device& device, const Plan& plan) {
     KernelWriter writer(spec, device, plan, {.header = "sm80/kernels.cuh"});
-    const auto gemm = [&](KernelRole kernel, GemmRole role, const GemmTile& t, const char* params, const char* stated) {
+    const auto gemm = [&](KernelRole kernel, GemmRole role, const GemmTile& t, const std::string& params, const char* stated) {
         const std::string type =
             fmt::format("Tile<{}, {}, {}, {}, {}, {}>", t.block_m, t.block_n, t.block_k, t.stages, t.warps_m, t.warps_n);
         writer.gemm({kernel, params, std::string(to_string(kernel)), stated, type, block(spec, device, role, t)});
     };
-    const char* forward_params = rounds_weight(spec) ? "ForwardStretchParams" : "ForwardParams";
+    const bool retains = plan.strategy == Strategy::retain;
+    const std::string retain = retains ? "Retain" : "";
     const CudaPlan& tiles = plan.cuda;
-    gemm(KernelRole::forward, GemmRole::forward, tiles.forward, forward_params, "ForwardBlock");
+    gemm(KernelRole::forward, forward_role(plan), tiles.forward, rounds_weight(spec) ? "ForwardStretchParams" : retain + "ForwardParams",
+         "ForwardBlock");
     writer.row_kernels();
     gemm(KernelRole::dlogits, GemmRole::dlogits, tiles.dlogits, "DlogitsParams", "DlogitsBlock");
-    gemm(KernelRole::grad_hidden, GemmRole::grad_hidden, tiles.grad_hidden, "GradHiddenParams", "GradHiddenBlock");
-    gemm(KernelRole::grad_weight, GemmRole::grad_weight, tiles.grad_weight, "GradWeightParams", "GradWeightBlock");
+    gemm(KernelRole::grad_hidden, GemmRole::grad_hidden, tiles.grad_hidden, retain + "GradHiddenParams", "GradHiddenBlock");
+    gemm(KernelRole::grad_weight, GemmRole::grad_weight, tiles.grad_weight, retain + "GradWeightParams", "GradWeightBlock");
+    if (retains) {
+        writer.rows(KernelRole::references, "ReferencesParams");
+        writer.rows(KernelRole::retained_rows, "RetainedRowsParams");
+        if (spec.bias) writer.rows(KernelRole::retained_bias, "RetainedBiasParams");
+    }
+    if (smooths_retained(spec, plan)) {
+        writer.rows(KernelRole::smoothing_sums, "SmoothingSumsParams");
+        writer.rows(KernelRole::smoothing_totals, "SmoothingTotalsParams");
+    }
     writer.option_kernels();
     return std::move(writer).finish();
 }
 
 CudaProgram generate(const Spec& spec, const Device& device, const Plan& plan) {
     const CudaSource kernels = source(spec, device, plan);
-    const ForwardLayout forward = forward_layout(spec, device, plan);
-    const BackwardLayout backward = backward_layout(spec, plan);
+    const ForwardLayoutSm80 forward = forward_layout(spec, device, plan);
+    const BackwardLayoutSm80 backward = backward_layout(spec, plan);
     CudaProgram program = program_of(spec, kernels);
     program.forward = forward_program(spec, device, plan, kernels, forward);
     program.forward_workspace_bytes = forward.total;
     program.backward = backward_program(spec, plan, kernels, backward);
     program.backward_workspace_bytes = backward.total;
+    program.retained_bytes = forward.retained.most;
+    program.lendable_bytes = forward.retained.lendable;
     return program;
 }
 

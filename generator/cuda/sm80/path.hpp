@@ -21,17 +21,27 @@ namespace sm80 {
 [[nodiscard]] TileRate tile_rate(const Spec& spec, const Device& device, GemmRole role, const GemmTile& tile);
 [[nodiscard]] Cost backward_cost(const Spec& spec, const Device& device, const Plan& plan, double num_tokens, double retained);
 
-// Layouts.
-[[nodiscard]] ForwardLayout forward_layout(const Spec& spec, const Device& device, const Plan& plan);
+// Layouts: those of every path, and this path's places beside.
+struct ForwardLayoutSm80 : ForwardLayout {
+    RetainedLayout retained;
+};
+struct BackwardLayoutSm80 : BackwardLayout {
+    RetainedLayout retained;  ///< retained memory that backward reads
+    Expr counters{0};         ///< number of grad_weight's tiles that are taken, and readers of each block of retained exponentials
+    std::int64_t counter_count = 0;
+    Expr smoothing{0};  ///< smoothing_bytes
+};
+[[nodiscard]] ForwardLayoutSm80 forward_layout(const Spec& spec, const Device& device, const Plan& plan);
 /// Parts of the vocabulary that a launch of forward over `rows` tokens reduces apart (splits).
 [[nodiscard]] Expr forward_splits(const Spec& spec, const Device& device, const Plan& plan, const Expr& rows);
-[[nodiscard]] BackwardLayout backward_layout(const Spec& spec, const Plan& plan);
+[[nodiscard]] BackwardLayoutSm80 backward_layout(const Spec& spec, const Plan& plan);
 [[nodiscard]] std::int64_t least_scratch_bytes(const Spec& spec, const Plan& plan);
 
 // Launches of the passes.
 [[nodiscard]] LaunchProgram forward_program(const Spec& spec, const Device& device, const Plan& plan, const CudaSource& source,
-                                            const ForwardLayout& layout);
-[[nodiscard]] LaunchProgram backward_program(const Spec& spec, const Plan& plan, const CudaSource& source, const BackwardLayout& layout);
+                                            const ForwardLayoutSm80& layout);
+[[nodiscard]] LaunchProgram backward_program(const Spec& spec, const Plan& plan, const CudaSource& source,
+                                             const BackwardLayoutSm80& layout);
 
 }  // namespace sm80
 }  // namespace flce

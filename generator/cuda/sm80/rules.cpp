@@ -3,13 +3,18 @@
 #include <algorithm>
 
 #include "generator/cuda/sm80/path.hpp"
+#include "templates/common/params.cuh"
 
 namespace flce::sm80 {
 namespace {
 
-constexpr int kFragmentBytes = 32;  // one k step of an mma operand: 16 half-precision elements or 8 of fp32
+constexpr int kMostSide = kRetainedColumns;  // tiles over exponentials lie in one of their blocks
+constexpr int kLeastRetainedColumns = 32;    // four lanes exchange a row's columns, eight of each
+constexpr int kFragmentBytes = 32;           // one k step of an mma operand: 16 half-precision elements or 8 of fp32
 
 bool power_of_two(int value) { return value > 0 && (value & (value - 1)) == 0; }
+
+bool is_forward(GemmRole role) { return role == GemmRole::forward || role == GemmRole::forward_retain; }
 
 /// Accumulator registers a thread may hold: fp32 keeps a second set for the slice in flight.
 int accumulator_limit(DType dtype) { return dtype == DType::fp32 ? 64 : 128; }
@@ -20,13 +25,14 @@ std::int64_t smem_bytes(const Spec& spec, GemmRole role, const GemmTile& tile) {
     // 16-bit results pass through shared memory (over the operands, which are spent by then) in rows padded by one access.
     const std::int64_t staged = tile.block_m * (tile.block_n * std::int64_t{2} + 16);
     std::int64_t beside = 0;
-    if (role == GemmRole::forward) {
-        // Sums of each row, its label and its temperature.
-        beside = std::int64_t{4} * tile.block_m * (partial_fields(spec) * tile.warps_n + (spec.temperature ? 2 : 1));
+    if (is_forward(role)) {
+        // Sums of each row, its label, its temperature and its reference.
+        const int words = 1 + (spec.temperature ? 1 : 0) + (role == GemmRole::forward_retain ? 1 : 0);
+        beside = std::int64_t{4} * tile.block_m * (partial_fields(spec) * tile.warps_n + words);
     } else if (role == GemmRole::dlogits && spec.bias) {
         beside = std::int64_t{4} * tile.block_n * tile.warps_m;
     }
-    return (role == GemmRole::forward ? operands : std::max(operands, staged)) + beside;
+    return (is_forward(role) ? operands : std::max(operands, staged)) + beside;
 }
 
 int threads(const GemmTile& tile) { return 32 * tile.warps_m * tile.warps_n; }
@@ -45,8 +51,9 @@ Reason shape_problem(const Spec& spec, const GemmTile& tile) {
     if (!power_of_two(tile.warps_m) || !power_of_two(tile.warps_n) || tile.warps_m * tile.warps_n > 16) {
         return fmt::format("warps {}x{}: powers of two, at most 16 warps in all", tile.warps_m, tile.warps_n);
     }
-    if (!power_of_two(tile.block_m) || !power_of_two(tile.block_n) || tile.block_m < 64 || tile.block_n < 64) {
-        return fmt::format("block {}x{}: powers of two, at least 64", tile.block_m, tile.block_n);
+    if (!power_of_two(tile.block_m) || !power_of_two(tile.block_n) || std::min(tile.block_m, tile.block_n) < 64 ||
+        std::max(tile.block_m, tile.block_n) > kMostSide) {
+        return fmt::format("block {}x{}: powers of two, 64 to {}", tile.block_m, tile.block_n, kMostSide);
     }
     const int warp_m = tile.block_m / tile.warps_m;
     const int warp_n = tile.block_n / tile.warps_n;
@@ -75,6 +82,9 @@ Reason tile_problem(const Spec& spec, const Device& device, GemmRole role, const
             return fmt::format("block side {} with block_k {}: does not divide into 16-byte copies of {} threads", side, tile.block_k,
                                threads(tile));
         }
+    }
+    if (role == GemmRole::forward_retain && tile.block_n / tile.warps_n < kLeastRetainedColumns) {
+        return fmt::format("warp tile of {} columns: retained exponentials need {}", tile.block_n / tile.warps_n, kLeastRetainedColumns);
     }
     return smem_problem(device, smem_bytes(spec, role, tile));
 }

@@ -55,8 +55,9 @@ TileRate tile_rate(const Spec& spec, const Device& device, GemmRole role, const 
             .epilogue_depth = depth * (blocks_per_sm > 1 ? 0.4 : 1.0)};  // another block on the SM hides most of it
 }
 
-Cost backward_cost(const Spec& spec, const Device& device, const Plan& plan, double num_tokens, double /*retained*/) {
-    return chunked_backward_cost(spec, device, plan, num_tokens);
+Cost backward_cost(const Spec& spec, const Device& device, const Plan& plan, double num_tokens, double retained) {
+    const Cost again = chunked_backward_cost(spec, device, plan, num_tokens);
+    return retained == 0 ? again : mixed(again, RetainedGemms(spec, device, plan, num_tokens, retained).cost(), retained);
 }
 
 }  // namespace flce::sm80

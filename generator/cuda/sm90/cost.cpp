@@ -39,35 +39,18 @@ double seconds_beside_reduction(const Spec& spec, const Device& device, const Pl
     return std::max(arithmetic, bytes / device.gpu.bandwidth_bytes_per_s) + GemmCost::kLaunchSeconds;
 }
 
-/// Two plain GEMMs over the retained part of the vocabulary.
-Cost retained_cost(const Spec& spec, const Device& device, const Plan& plan, double n, double retained) {
-    const GemmCost gemm(spec, device, plan);
-    const double d = static_cast<double>(spec.hidden_size);
-    const double v = retained * static_cast<double>(spec.vocab_size);
-    const double element = static_cast<double>(element_bytes(spec.dtype));
-    const double exponentials = n * v * element;
-    const double weight = v * d * element;
-    const double gradient =
-        v * d * static_cast<double>(element_bytes(spec.grad_weight_dtype)) * (spec.grad_weight_mode == GradMode::accumulate ? 2 : 1);
-    // A tile with which grad_weight's kernel has no room to add up grad_bias leaves that to a pass of its own.
-    const double for_bias = spec.bias && !sums_bias(spec, plan.cuda.grad_weight) ? exponentials : 0;
-    const double grad_weight = is_shard(spec)
-                                   ? seconds_beside_reduction(spec, device, plan, 2.0 * n * v * d, exponentials + gradient)
-                                   : gemm.seconds(GemmRole::grad_weight, plan.cuda.grad_weight, {v, d, n}, exponentials + gradient);
-    return {.flops = 4.0 * n * v * d,
-            .bytes = 2 * exponentials + weight + gradient + for_bias,
-            .seconds = gemm.seconds(GemmRole::grad_hidden, plan.cuda.grad_hidden, {n, d, v}, exponentials + weight) + grad_weight +
-                       for_bias / device.gpu.bandwidth_bytes_per_s};
-}
-
 }  // namespace
 
 Cost backward_cost(const Spec& spec, const Device& device, const Plan& plan, double num_tokens, double retained) {
     const Cost again = chunks_cost(spec, device, plan, num_tokens);
     if (retained == 0) return again;
-    const Cost kept = retained_cost(spec, device, plan, num_tokens, retained);
-    const double rest = 1 - retained;
-    return {again.flops * rest + kept.flops, again.bytes * rest + kept.bytes, again.seconds * rest + kept.seconds};
+    RetainedGemms kept(spec, device, plan, num_tokens, retained);
+    // A tile with which grad_weight's kernel has no room to add up grad_bias leaves that to a pass of its own.
+    kept.adds_up_bias = sums_bias(spec, plan.cuda.grad_weight);
+    if (is_shard(spec)) {
+        kept.grad_weight_seconds = seconds_beside_reduction(spec, device, plan, kept.gemm_flops, kept.exponentials + kept.gradient);
+    }
+    return mixed(again, kept.cost(), retained);
 }
 
 }  // namespace flce::sm90
