@@ -65,7 +65,7 @@ struct ForwardBlock {
           targets(reinterpret_cast<int*>(states + Fields::kCount * kStates)) {}
 
     __device__ __forceinline__ void run() {
-        if (goes_again() && !any_stale<TileT>(p, first_row())) return;
+        if (goes_again() && !any_stale()) return;
         initialise();
         const int split = static_cast<int>(blockIdx.y);
         const int tiles = ceil_div(columns(), TileT::kBlockN);
@@ -90,15 +90,22 @@ struct ForwardBlock {
         if constexpr (Problem::retain) return p.again != 0;
         return false;
     }
+    /// Whether any of the block's rows is stale, or any other of the same kOutputRows.
+    __device__ __forceinline__ bool any_stale() const {
+        static_assert(TileT::kBlockM % kOutputRows == 0, "a block's rows begin with a flag's");
+        bool found = false;
+        if constexpr (Problem::retain) {
+#pragma unroll
+            for (int row = 0; row < TileT::kBlockM; row += kOutputRows) {
+                found = found || (first_row() + row < p.rows && p.stale[(first_row() + row) / kOutputRows] != 0u);
+            }
+        }
+        return found;
+    }
     __device__ __forceinline__ int columns() const {
         const int all = forward_columns<Problem>(p);
         if constexpr (Problem::retain) return goes_again() ? min(all, p.retained_columns) : all;
         return all;
-    }
-    /// Whether rows are added up as exponentials that are retained are.
-    __device__ __forceinline__ bool retains() const {
-        if constexpr (Problem::retain) return kForwardHasFalls<Problem> || p.retained_columns > 0;
-        return false;
     }
 
     __device__ __forceinline__ void initialise() {
@@ -127,37 +134,31 @@ struct ForwardBlock {
         float weighted[kRowPieces][2] = {};
         if constexpr (kForwardHasFalls<Problem>) {
             to_falls<Problem>(p, mainloop.place, first_column, TileT::kBlockN, c);
-            return retain(c, first_column, weighted);
         } else {
             to_logits<Problem>(p, mainloop.place, first_column, TileT::kBlockN, RowTemperatures{temperatures()}, c, weighted);
-            if (retains()) return retain(c, first_column, weighted);
-            reduce_logits(c, first_column, weighted);
         }
-    }
-
-    __device__ __forceinline__ void retain(Accumulators& c, int first_column, const float (&weighted)[kRowPieces][2]) {
         if constexpr (Problem::retain) {
-            // Numbers that follow from a thread's place are worked out anew after this: kept beside the accumulators, they would not fit.
-            asm volatile("" : "+r"(mainloop.place.lane), "+r"(mainloop.place.warp_m), "+r"(mainloop.place.warp_n));
+            retain(c, first_column, weighted);
+        } else {
 #pragma unroll
             for (int i = 0; i < kRowPieces; ++i) {
 #pragma unroll
-                for (int h = 0; h < 2; ++h) pick_target(c[i], h, mainloop.place.row(i, h), first_column);
+                for (int h = 0; h < 2; ++h) reduce_row(c[i], h, mainloop.place.row(i, h), first_column, weighted[i][h]);
             }
-            const RetainedTile<Problem, TileT, Params> tile{p,           mainloop.place, states,      references(), temperatures(),
-                                                            first_row(), first_column};
-            tile.reduce(c, weighted);
         }
     }
 
-    __device__ __forceinline__ void reduce_logits(Accumulators& c, int first_column, const float (&weighted)[kRowPieces][2]) {
+    /// A tile where exponentials may be retained.
+    __device__ __forceinline__ void retain(Accumulators& c, int first_column, const float (&weighted)[kRowPieces][2]) {
+        // Numbers that follow from a thread's place are worked out anew after this: kept beside the accumulators, they would not fit.
+        asm volatile("" : "+r"(mainloop.place.lane), "+r"(mainloop.place.warp_m), "+r"(mainloop.place.warp_n));
 #pragma unroll
         for (int i = 0; i < kRowPieces; ++i) {
 #pragma unroll
-            for (int h = 0; h < 2; ++h) {
-                reduce_row(c[i], h, mainloop.place.row(i, h), first_column, weighted[i][h]);
-            }
+            for (int h = 0; h < 2; ++h) pick_target(c[i], h, mainloop.place.row(i, h), first_column);
         }
+        const RetainedTile<Problem, TileT, Params> tile{p, mainloop.place, states, references(), temperatures(), first_row(), first_column};
+        tile.reduce(c, weighted);
     }
 
     __device__ __forceinline__ void reduce_row(const float (&c)[kColumnPieces][4], int h, int row, int first_column, float weighted) {
@@ -225,9 +226,7 @@ struct ForwardBlock {
     }
     __device__ __forceinline__ RowSums state_of(int row, int warp_n) const {
         const RowSums sums = Fields::load(states + warp_n * TileT::kBlockM + row, kStates);
-        if constexpr (Problem::retain) {
-            if (retains()) return RetainedTile<Problem, TileT, Params>::whole(p, sums, references()[row]);
-        }
+        if constexpr (Problem::retain) return RetainedTile<Problem, TileT, Params>::whole(p, sums, references()[row]);
         return sums;
     }
 };

@@ -93,7 +93,7 @@ struct RetainedTile {
         if constexpr (Problem::has_falls) {
             return Falls::whole(sums, Falls::above(p.transform, reference));
         } else {
-            return Logits::whole(sums, reference);
+            return p.retained_columns > 0 ? Logits::whole(sums, reference) : sums;
         }
     }
 
@@ -115,7 +115,9 @@ private:
     }
     __device__ __forceinline__ void add_logits(float (&c)[kColumnPieces][4], int h, int row, bool stored, RowSums& sums) const {
         const int first_class = first_column + place.column(0, 0);
-        if (Problem::stores_derivative && !stored) {
+        if (p.retained_columns == 0) {
+            Logits::reduce_row(c, h, Quad::largest(Logits::row_max(c, h)), first_class, sums);
+        } else if (Problem::stores_derivative && !stored) {
             Logits::exponentials_of_row(c, h, references[row], NothingStored{}, first_class, sums);
         } else {
             const float temperature = Problem::stores_derivative && Problem::temperature ? temperatures[row] : 1.f;
@@ -152,17 +154,5 @@ private:
         }
     }
 };
-
-/// Whether any row of a block's is stale, or any other of the same kOutputRows.
-template <class TileT, class Params>
-__device__ __forceinline__ bool any_stale(const Params& p, long long first_row) {
-    static_assert(TileT::kBlockM % kOutputRows == 0, "a block's rows begin with a flag's");
-    bool found = false;
-#pragma unroll
-    for (int row = 0; row < TileT::kBlockM; row += kOutputRows) {
-        found = found || (first_row + row < p.rows && p.stale[(first_row + row) / kOutputRows] != 0u);
-    }
-    return found;
-}
 
 }  // namespace flce

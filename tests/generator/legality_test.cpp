@@ -58,6 +58,7 @@ TEST(Legality, CudaTiles_AreRefusedWithTheirReason) {
                        {"too many threads", [](Plan& p) { p.cuda.forward = {256, 256, 32, 2, 8, 8}; }, {"forward", "warps 8x8"}},
                        {"block of 96", [](Plan& p) { p.cuda.grad_weight.block_m = 96; }, {"grad_weight", "block 96x128"}},
                        {"block of 16", [](Plan& p) { p.cuda.grad_weight.block_n = 16; }, {"grad_weight", "block 128x16"}},
+                       {"block of 1024", [](Plan& p) { p.cuda.forward = {64, 1024, 32, 2, 1, 16}; }, {"forward", "block 64x1024", "512"}},
                        {"block of 32", [](Plan& p) { p.cuda.forward = {32, 128, 32, 3, 1, 2}; }, {"forward", "block 32x128"}},
                        {"warps of 8 rows", [](Plan& p) { p.cuda.forward = {64, 128, 32, 3, 8, 1}; }, {"forward", "warp", "8x128"}},
                        {"registers", [](Plan& p) { p.cuda.forward = {256, 256, 32, 2, 2, 2}; }, {"forward", "registers", "512"}},
@@ -104,8 +105,23 @@ TEST(Legality, CudaSizes_AreRefusedWithTheirReason) {
                        {"negative scratch", [](Plan& p) { p.scratch_bytes = -1; }, {"scratch=-1"}},
                        {"scratch beyond sense", [](Plan& p) { p.scratch_bytes = INT64_MAX; }, {"scratch=9223372036854775807"}},
                        {"cpu path", [](Plan& p) { p.path = PlanPath::cpu; }, {"path cpu", "GPU"}},
-                       {"retain", [](Plan& p) { p.strategy = Strategy::retain; }, {"retain: cuda_sm80 keeps nothing"}},
+                       {"retain", [](Plan& p) { p.strategy = Strategy::retain; }, {}},
+                       {"retain in narrow warps",
+                        [](Plan& p) {
+                            p.strategy = Strategy::retain;
+                            p.cuda.forward = {64, 64, 64, 3, 2, 4};
+                        },
+                        {"forward", "warp tile of 16 columns", "32"}},
+                       {"narrow warps", [](Plan& p) { p.cuda.forward = {64, 64, 64, 3, 2, 4}; }, {}},
                    });
+    Plan retaining = legal_cuda_plan();
+    retaining.strategy = Strategy::retain;
+    const Device device = describe_device("h100");
+    for (const auto& [spec, part] : {std::pair{"D=2048,V=151936,dtype=fp16", "bf16's range"},
+                                     {"D=2048,V=151936,weight_dtype=fp32", "references"},
+                                     {"D=2048,V=151936,softcap=30,label_smoothing=0.1", "under a softcap"}}) {
+        EXPECT_THAT(illegal_reason(parse_spec(spec), device, retaining).value_or(""), HasSubstr(part)) << spec;
+    }
 }
 
 TEST(Legality, Fp32Tiles_HaveTheirOwnLimits) {

@@ -147,7 +147,8 @@ TEST(Planner, RetainsApart_WhereTheLimitHasRoomThatGradWeightHasNot) {
     EXPECT_TRUE(apart("D=4096,V=128256,dtype=bf16,grad_weight_mode=accumulate", kLlama, 4096, h200));
     EXPECT_TRUE(apart("D=4096,V=128256,dtype=bf16,layout=hidden_major", kLlama, 4096, h200));
     EXPECT_FALSE(apart("D=4096,V=128256,dtype=fp16", 2 * kLlama, 8192, h200)) << "retains nothing";
-    EXPECT_FALSE(apart("D=4096,V=128256,dtype=bf16", 2 * kLlama, 8192, describe_device("a100")));
+    EXPECT_TRUE(apart("D=4096,V=128256,dtype=bf16", 2 * kLlama, 8192, describe_device("a100"))) << "every GPU retains";
+    EXPECT_FALSE(apart("D=4096,V=128256,dtype=fp32", 2 * kLlama, 8192, describe_device("a100"))) << "retains nothing";
     EXPECT_FALSE(apart("D=4096,V=128256,dtype=bf16", 2 * kLlama, 8192, describe_device("x86-64-v4")));
 }
 

@@ -17,7 +17,7 @@ namespace flce::test {
 namespace {
 
 using Bytes = std::map<std::string, std::vector<std::byte>>;
-using Parameters = std::tuple<WeightLayout, OptionSet, std::int64_t>;  // the last is hidden_size
+using Parameters = std::tuple<WeightLayout, OptionSet, std::int64_t, PlanPath>;  // the third is hidden_size
 
 // depths: in a deep layer stored exponentials are also the summed ones
 constexpr std::int64_t kDepths[] = {136, 520};
@@ -27,14 +27,17 @@ class RetainedExponentials : public testing::TestWithParam<Parameters> {
 protected:
     void SetUp() override {
         FLCE_REQUIRE_TARGET(Target::gpu);
-        if (kernel()->plan().strategy != Strategy::retain) GTEST_SKIP() << "this GPU's kernels retain nothing: " << kernel()->plan().text();
+        if (plan_on_path(spec(), path()).empty()) GTEST_SKIP() << "this GPU has no plan of " << to_string(path());
+        if (kernel()->plan().strategy != Strategy::retain) GTEST_SKIP() << "these kernels retain nothing: " << kernel()->plan().text();
     }
-    static std::shared_ptr<const Kernel> kernel() {
-        const auto& [layout, options, depth] = GetParam();
+    static PlanPath path() { return std::get<3>(GetParam()); }
+    static Spec spec() {
+        const auto& [layout, options, depth, path] = GetParam();
         Spec spec = make_spec(depth, kVocab, DType::bf16, layout, options);
         if (layout == WeightLayout::hidden_major) spec.padded_vocab_size = (kVocab + 15) / 8 * 8;  // rows of whole 16 bytes
-        return kernel_on(Target::gpu, spec);
+        return spec;
     }
+    static std::shared_ptr<const Kernel> kernel() { return kernel_on(Target::gpu, spec(), plan_on_path(spec(), path())); }
     /// An entropy's gradient needs the logits again, so that no problem has one but where a test is about it.
     static Problem problem_of(ProblemOptions options) {
         options.entropy_upstream = false;
@@ -282,6 +285,7 @@ TEST_P(RetainedExponentials, EntropysGradient_ComputesLogitsAgain) {
 
 // Where there is memory for all of them, grad_weight's tiles may be such as its own memory cannot be lent with.
 TEST_P(RetainedExponentials, TilesThatLendNothing_WithinBounds) {
+    if (path() != PlanPath::cuda_sm90a) GTEST_SKIP() << "every tile of this path divides a block of exponentials";
     Plan plan = kernel()->plan();
     plan.cuda.grad_weight = {.block_m = 192, .block_n = 128, .block_k = 64, .stages = 4, .schedule = TileSchedule::by_turns};
     plan.vocab_chunk = (plan.vocab_chunk + 767) / 768 * 768;  // a multiple of the rows of tiles of 64 to 256 rows of the vocabulary, and of
@@ -289,6 +293,19 @@ TEST_P(RetainedExponentials, TilesThatLendNothing_WithinBounds) {
     const auto k = kernel_on(Target::gpu, kernel()->spec(), plan.text());
     EXPECT_EQ(k->retained_bytes(300, RetainedPlace::grad_weight), 0U);
     for (const std::int64_t n : {3, 300, 700}) EXPECT_TRUE(run_and_judge(k, problem_of({.num_tokens = n, .seed = 15}))) << n;
+}
+
+// Tiles of exponentials' operands in every shape that the path has: blocks of exponentials are a whole number of any of them.
+TEST_P(RetainedExponentials, EveryTileOfThePath_WithinBounds) {
+    if (path() != PlanPath::cuda_sm80 || std::string_view(std::get<1>(GetParam()).name) != "plain") GTEST_SKIP() << "for plain layers";
+    int tried = 0;
+    for (const Plan& plan : candidate_plans(spec(), device_of(Target::gpu))) {
+        if (plan.path != path() || plan.strategy != Strategy::retain || plan.cuda.raster != 8) continue;
+        ++tried;
+        const auto k = kernel_on(Target::gpu, spec(), plan.text());
+        EXPECT_TRUE(run_and_judge(k, problem_of({.num_tokens = 300, .seed = 19}))) << plan.text();
+    }
+    EXPECT_GT(tried, 30);
 }
 
 std::vector<OptionSet> options() {
@@ -331,11 +348,13 @@ std::vector<OptionSet> options() {
 
 std::string name_of(const testing::TestParamInfo<Parameters>& info) {
     return std::string(to_string(std::get<0>(info.param))) + "_" + std::get<1>(info.param).name + "_" +
-           std::to_string(std::get<2>(info.param));
+           std::to_string(std::get<2>(info.param)) + "_" + std::string(to_string(std::get<3>(info.param)));
 }
 
 INSTANTIATE_TEST_SUITE_P(Gpu, RetainedExponentials,
-                         testing::Combine(testing::ValuesIn(kLayouts), testing::ValuesIn(options()), testing::ValuesIn(kDepths)), name_of);
+                         testing::Combine(testing::ValuesIn(kLayouts), testing::ValuesIn(options()), testing::ValuesIn(kDepths),
+                                          testing::Values(PlanPath::cuda_sm90a, PlanPath::cuda_sm80)),
+                         name_of);
 
 }  // namespace
 }  // namespace flce::test

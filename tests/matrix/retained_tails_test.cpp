@@ -1,5 +1,9 @@
 // grad_hidden of retained exponentials where its last tiles are made by several clusters each (TailParts): by Hopper's path, on a real GPU.
+// The generic path makes each by one block.
 #include <gtest/gtest.h>
+
+#include <string>
+#include <tuple>
 
 #include "tests/support/kernel_run.hpp"
 #include "tests/support/option_sets.hpp"
@@ -13,18 +17,21 @@ struct Case {
     void (*apply)(Spec&);
 };
 
-class RetainedTails : public testing::TestWithParam<Case> {
+class RetainedTails : public testing::TestWithParam<std::tuple<Case, PlanPath>> {
 protected:
     void SetUp() override {
         FLCE_REQUIRE_TARGET(Target::gpu);
-        if (kernel()->plan().strategy != Strategy::retain) GTEST_SKIP() << "this GPU's kernels retain nothing: " << kernel()->plan().text();
+        if (plan_on_path(spec(), path()).empty()) GTEST_SKIP() << "this GPU has no plan of " << to_string(path());
+        if (kernel()->plan().strategy != Strategy::retain) GTEST_SKIP() << "these kernels retain nothing: " << kernel()->plan().text();
     }
     /// Five tiles across, and a vocabulary of 79 slices: two parts of 40 and 39, or more where parts of the sum have rows of their own.
-    static std::shared_ptr<const Kernel> kernel() {
+    static Spec spec() {
         Spec spec{.hidden_size = 1032, .vocab_size = 5001};
-        GetParam().apply(spec);
-        return kernel_on(Target::gpu, spec);
+        std::get<0>(GetParam()).apply(spec);
+        return spec;
     }
+    static PlanPath path() { return std::get<1>(GetParam()); }
+    static std::shared_ptr<const Kernel> kernel() { return kernel_on(Target::gpu, spec(), plan_on_path(spec(), path())); }
 };
 
 TEST_P(RetainedTails, AnyNumberOfTokens_WithinBounds) {
@@ -56,19 +63,23 @@ TEST_P(RetainedTails, FiftyTimes_SameBits) {
     EXPECT_EQ(run.violations(), "");
 }
 
+const Case kCases[] = {{"plain", [](Spec&) {}},
+                       {"label_smoothing", [](Spec& s) { s.label_smoothing = 0.1; }},
+                       {"softcap_bias",
+                        [](Spec& s) {
+                            s.softcap = 20;
+                            s.bias = true;
+                        }},
+                       {"hidden_major", [](Spec& s) {
+                            s.layout = WeightLayout::hidden_major;
+                            s.padded_vocab_size = 5008;
+                        }}};
+
 INSTANTIATE_TEST_SUITE_P(Gpu, RetainedTails,
-                         testing::Values(Case{"plain", [](Spec&) {}}, Case{"label_smoothing", [](Spec& s) { s.label_smoothing = 0.1; }},
-                                         Case{"softcap_bias",
-                                              [](Spec& s) {
-                                                  s.softcap = 20;
-                                                  s.bias = true;
-                                              }},
-                                         Case{"hidden_major",
-                                              [](Spec& s) {
-                                                  s.layout = WeightLayout::hidden_major;
-                                                  s.padded_vocab_size = 5008;
-                                              }}),
-                         [](const auto& info) { return std::string(info.param.name); });
+                         testing::Combine(testing::ValuesIn(kCases), testing::Values(PlanPath::cuda_sm90a, PlanPath::cuda_sm80)),
+                         [](const auto& info) {
+                             return std::string(std::get<0>(info.param).name) + "_" + std::string(to_string(std::get<1>(info.param)));
+                         });
 
 }  // namespace
 }  // namespace flce::test

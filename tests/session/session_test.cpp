@@ -93,7 +93,7 @@ TEST_F(SessionTest, Limit_ScratchKeepsToItInSteps) {
 TEST_F(SessionTest, LimitOfALayerThatRetainsNothing_IsForScratchOfItsOneKernel) {
     machine_.gpus = {describe_device("sm_80")};
     Session session = this->session();
-    const Spec spec = parse_spec("D=64,V=5000");
+    const Spec spec = parse_spec("D=64,V=5000,dtype=fp16");  // retains nothing
     constexpr std::int64_t kSum = 4 * 1000 * 64;
     const KernelOptions some{.workspace_limit_bytes = kSum + (129 << 20), .num_tokens = 1000};
     const KernelOptions most{.workspace_limit_bytes = std::int64_t{1} << 40, .num_tokens = 1000};
@@ -316,8 +316,8 @@ TEST_F(SessionTest, PlansForAnyTokens_HoldThatOfEveryNumber) {
 }
 
 TEST_F(SessionTest, Missing_NamesPlansUntilTheyAreCompiled) {
-    const Device device = describe_device("sm_80");  // retains nothing, so that a limit is for scratch
-    const Spec spec = parse_spec("D=128,V=1000,dtype=bf16");
+    const Device device = describe_device("sm_80");
+    const Spec spec = parse_spec("D=128,V=1000,dtype=fp16");  // retains nothing, so that a limit is for scratch
     Session session = this->session();
     const KernelOptions wide{.workspace_limit_bytes = std::int64_t{1} << 34};
     EXPECT_THAT(session.missing(spec, device, wide), testing::ElementsAre(HasSubstr("scratch=268435456")));

@@ -1,7 +1,9 @@
 #include "tests/support/targets.hpp"
 
+#include <algorithm>
 #include <cstdlib>
 #include <string_view>
+#include <vector>
 
 #include "runtime/kernel_factory.hpp"
 
@@ -49,11 +51,22 @@ const std::string& skip_reason(Target target) {
 }
 
 std::shared_ptr<const Kernel> kernel_on(Target target, const Spec& spec, const std::string& plan) {
-    const std::string text = plan.empty() ? std::string(variable("FLCE_TEST_PLAN")) : plan;
+    std::string text = plan.empty() ? std::string(variable("FLCE_TEST_PLAN")) : plan;
+    if (const std::string_view path = variable("FLCE_TEST_PATH"); text.empty() && !path.empty() && target == Target::gpu) {
+        for (const PlanPath known : {PlanPath::cuda_sm80, PlanPath::cuda_sm90a}) {
+            if (to_string(known) == path) text = plan_on_path(spec, known);
+        }
+    }
     if (text.empty()) return session_on(target).get_kernel(spec);
     // A plan from outside is for one path and some shapes; everything else keeps its own.
     const bool legal = !illegal_reason(spec.normalized(), device_of(target), parse_plan(text));
     return session_on(target).get_kernel(spec, {.plan = legal || !plan.empty() ? text : std::string()});
+}
+
+std::string plan_on_path(const Spec& spec, PlanPath path) {
+    const std::vector<Plan> plans = candidate_plans(spec, device_of(Target::gpu));
+    const auto best = std::ranges::find(plans, path, &Plan::path);
+    return best != plans.end() ? best->text() : std::string();
 }
 
 const Device& device_of(Target target) { return session_on(target).device(); }

@@ -20,8 +20,12 @@ inline std::ostream& operator<<(std::ostream& out, Target target) { return out <
 [[nodiscard]] const std::string& skip_reason(Target target);
 
 /// A kernel of the target's session, whose disk cache is in the folder FLCE_TEST_CACHE; without it there is none. `plan` or, without it,
-/// FLCE_TEST_PLAN replaces the planner's choice where it is legal.
+/// FLCE_TEST_PLAN replaces the planner's choice where it is legal. FLCE_TEST_PATH names a path ("cuda_sm80") whose best plan replaces it,
+/// where the path has one.
 [[nodiscard]] std::shared_ptr<const Kernel> kernel_on(Target target, const Spec& spec, const std::string& plan = {});
+
+/// Text of the planner's best plan of a GPU's path; empty where the path has none.
+[[nodiscard]] std::string plan_on_path(const Spec& spec, PlanPath path);
 
 /// The device of a target's session.
 [[nodiscard]] const Device& device_of(Target target);
