@@ -126,11 +126,12 @@ struct ForwardBlock {
         __device__ __forceinline__ float operator()(int row) const { return of_block[row]; }
     };
     __device__ __forceinline__ float* temperatures() const { return reinterpret_cast<float*>(targets + TileT::kBlockM); }
-
     __device__ __forceinline__ float* references() const { return temperatures() + (Problem::temperature ? int(TileT::kBlockM) : 0); }
 
     /// Adds a tile of logits to the warp's row states.
     __device__ __forceinline__ void reduce(Accumulators& c, int first_column) {
+        // Numbers that follow from a thread's place are worked out anew after this: kept beside the accumulators, they would not fit.
+        asm volatile("" : "+r"(mainloop.place.lane), "+r"(mainloop.place.warp_m), "+r"(mainloop.place.warp_n));
         float weighted[kRowPieces][2] = {};
         if constexpr (kForwardHasFalls<Problem>) {
             to_falls<Problem>(p, mainloop.place, first_column, TileT::kBlockN, c);
@@ -150,8 +151,6 @@ struct ForwardBlock {
 
     /// A tile where exponentials may be retained.
     __device__ __forceinline__ void retain(Accumulators& c, int first_column, const float (&weighted)[kRowPieces][2]) {
-        // Numbers that follow from a thread's place are worked out anew after this: kept beside the accumulators, they would not fit.
-        asm volatile("" : "+r"(mainloop.place.lane), "+r"(mainloop.place.warp_m), "+r"(mainloop.place.warp_n));
 #pragma unroll
         for (int i = 0; i < kRowPieces; ++i) {
 #pragma unroll
