@@ -124,6 +124,9 @@ struct LogitRows {
         }
     }
 
+    static __device__ __forceinline__ float reduce_row(float (&c)[kColumnPieces][4], int h, int first_class, RowSums& sums) {
+        return reduce_row(c, h, Lanes::largest(row_max(c, h)), first_class, sums);
+    }
     /// Adds a row of logits, the largest of them `tile_max`, to its sums, and returns the number that it has subtracted from each logit:
     /// nothing, or their maximum where that is huge.
     static __device__ __forceinline__ float reduce_row(float (&c)[kColumnPieces][4], int h, float tile_max, int first_class,

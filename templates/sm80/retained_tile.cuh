@@ -116,7 +116,7 @@ private:
     __device__ __forceinline__ void add_logits(float (&c)[kColumnPieces][4], int h, int row, bool stored, RowSums& sums) const {
         const int first_class = first_column + place.column(0, 0);
         if (p.retained_columns == 0) {
-            Logits::reduce_row(c, h, Quad::largest(Logits::row_max(c, h)), first_class, sums);
+            Logits::reduce_row(c, h, first_class, sums);
         } else if (Problem::stores_derivative && !stored) {
             Logits::exponentials_of_row(c, h, references[row], NothingStored{}, first_class, sums);
         } else {

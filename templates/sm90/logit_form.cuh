@@ -50,7 +50,7 @@ struct LogitForm {
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
                 RowSums row = sums.load(tile.part, 2 * i + h);
-                Rows::reduce_row(c[i], h, Rows::row_max(c[i], h), tile.first_column + place.column(0, 0), row);
+                Rows::reduce_row(c[i], h, tile.first_column + place.column(0, 0), row);
                 sums.store(tile.part, 2 * i + h, row);
             }
     }
