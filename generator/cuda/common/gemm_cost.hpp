@@ -41,7 +41,7 @@ public:
     RetainedGemms(const Spec& spec, const Device& device, const Plan& plan, double num_tokens, double retained);
     [[nodiscard]] Cost cost() const;
 
-    double gemm_flops;    ///< of one GEMM
+    double gemm_flops;    ///< operations of one GEMM
     double exponentials;  ///< bytes
     double gradient;      ///< bytes of grad_weight that are moved
     // A path's choices.

@@ -26,7 +26,7 @@ Expr prepares_forward(const Spec& spec) { return sums_class_weights(spec) ? Expr
 
 struct ForwardPassSm90 : ForwardPass {
     const ForwardLayoutSm90& layout;  ///< ForwardPass's, with this path's places
-    RetainedLaunch retained;          ///< of the layout's memory
+    RetainedLaunch retained;          ///< memory of the layout
     std::vector<ForwardKernel> kernels;
 
     ForwardPassSm90(const Spec& spec, const Device& device, const Plan& plan, const CudaSource& source, const ForwardLayoutSm90& layout)
