@@ -219,10 +219,14 @@ __device__ __forceinline__ void sum_columns_of_weight(const SmoothingSumsParams&
     for (int k = warp; k < Problem::hidden_size; k += kSmoothingParts * (kRowThreads / 32)) {
         const Element* const row = static_cast<const Element*>(p.weight) + k * Problem::padded_vocab_size;
         float sum = 0.f;
-        for (int j = lane * 2; j < p.columns; j += 64) {
-            const unsigned pair = *reinterpret_cast<const unsigned*>(row + j);
-            sum = __fmaf_rn(class_weight(j), Numeric<Element>::first(pair), sum);
-            if (j + 1 < p.columns) sum = __fmaf_rn(class_weight(j + 1), Numeric<Element>::second(pair), sum);
+        if constexpr (Problem::padded_vocab_size % 2 == 0) {
+            for (int j = lane * 2; j < p.columns; j += 64) {
+                const unsigned pair = *reinterpret_cast<const unsigned*>(row + j);
+                sum = __fmaf_rn(class_weight(j), Numeric<Element>::first(pair), sum);
+                if (j + 1 < p.columns) sum = __fmaf_rn(class_weight(j + 1), Numeric<Element>::second(pair), sum);
+            }
+        } else {  // every other row begins in the middle of a pair
+            for (int j = lane; j < p.columns; j += 32) sum = __fmaf_rn(class_weight(j), to_float(row[j]), sum);
         }
         for (int lanes = 16; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, lanes);
         if (lane == 0) p.weight_sums[k] = sum;
