@@ -89,11 +89,12 @@ struct RetainedTile {
     }
 
     /// A row's state when all tiles are done, relative to its largest logit.
-    static __device__ __forceinline__ RowSums whole(const Params& p, const RowSums& sums, float reference) {
+    static __device__ __forceinline__ RowSums whole(const Params& p, RowSums sums, float reference) {
         if constexpr (Problem::has_falls) {
             return Falls::whole(sums, Falls::above(p.transform, reference));
         } else {
-            return p.retained_columns > 0 ? Logits::whole(sums, reference) : sums;
+            if (p.retained_columns > 0) Logits::to_largest(sums, reference);
+            return sums;
         }
     }
 

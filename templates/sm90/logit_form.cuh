@@ -56,7 +56,8 @@ struct LogitForm {
     }
     template <class Sink>
     __device__ __forceinline__ RowSums whole(RowSums sums, const Sink& sink, int row) const {
-        return sink.active() ? Rows::whole(sums, sink.reference_of(row, launch.share.rows)) : sums;
+        if (sink.active()) Rows::to_largest(sums, sink.reference_of(row, launch.share.rows));
+        return sums;
     }
 
 private:
