@@ -40,8 +40,8 @@ struct OneThread {
 /// Rows of logits. `Lanes`: largest() is the largest of a number among the threads that have the same maximum in their sums.
 template <class Problem, int kColumnPieces, class Lanes>
 struct LogitRows {
-    /// Makes sums relative to the row's largest logit, where they are relative to the reference. In place: kernels that retain nothing would
-    /// lose a register to a copy of the sums, though they never come here.
+    /// Makes sums relative to the row's largest logit, where they are relative to the reference. In place: kernels that retain nothing
+    /// would lose a register to a copy of the sums, although they never come here.
     static __device__ __forceinline__ void to_largest(RowSums& sums, float reference) {
         if (shares(sums.max, reference)) to_own_max(sums, reference);
     }
