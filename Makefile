@@ -5,8 +5,8 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 # The steps of one command run in order; each uses every core by itself.
 .NOTPARALLEL:
-.PHONY: help setup setup-python setup-dist build build-tests build-and-fetch demo demo-pipeline demo-engine test test-full test-nightly \
-        test-release test-sanitize test-install test-torch-versions bench lint format dist dist-tests wheel clean
+.PHONY: help setup setup-python setup-dist setup-arm64 build build-tests build-and-fetch demo demo-pipeline demo-engine test test-full test-nightly \
+        test-release test-sanitize test-install test-torch-versions bench lint format dist dist-tests dist-arm64 wheel wheel-arm64 clean
 
 JOBS ?= $(shell nproc)
 # Warnings are errors where CI is set; elsewhere a newer compiler's new warning must not stop anyone.
@@ -122,12 +122,22 @@ dist: setup-dist ## dist/: a release tree that runs from glibc 2.28 on
 dist-tests: setup-dist ## the same with the test binaries in it
 	@tools/dist.sh --tests
 
+setup-arm64:
+	@tools/setup.sh --arm64
+
+dist-arm64: setup-arm64 ## dist/aarch64/: the same for 64-bit Arm (GH200, GB200, GB10, Graviton), from any machine
+	@tools/dist.sh --arm64
+
+# A wheel of a release tree: its folder, and the architecture that pip's tag names.
+make_wheel = tools/setup.sh --python && rm -f dist/*_$(2).whl && tools/python.sh -m pip wheel --quiet --no-deps --no-build-isolation \
+    --config-settings cmake.define.FLCE_WHEEL_LIBRARIES=$(CURDIR)/$(1)/lib \
+    --config-settings wheel.tags=py3-none-manylinux_2_28_$(2) -w dist .
+
 wheel: dist ## dist/*.whl: the Python package with the release tree's libflce, for every Linux that PyTorch's wheels are for
-	@tools/setup.sh --python
-	rm -f dist/*.whl
-	tools/python.sh -m pip wheel --quiet --no-deps --no-build-isolation \
-	    --config-settings cmake.define.FLCE_WHEEL_LIBRARIES=$(CURDIR)/dist/flce/lib \
-	    --config-settings wheel.tags=py3-none-manylinux_2_28_x86_64 -w dist .
+	@$(call make_wheel,dist/flce,$(shell cc -dumpmachine | cut -d- -f1))
+
+wheel-arm64: dist-arm64 ## dist/*aarch64.whl: the same for 64-bit Arm
+	@$(call make_wheel,dist/aarch64/flce,aarch64)
 
 clean: ## remove every build tree (what setup installed stays)
-	rm -rf build build-dev build-sanitize build-asan build-ubsan build-tsan build-dist build-wheel dist
+	rm -rf build build-dev build-sanitize build-asan build-ubsan build-tsan build-dist build-dist-aarch64 build-wheel dist

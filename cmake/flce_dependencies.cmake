@@ -82,14 +82,30 @@ if(NOT FLCE_CURL_INCLUDE_DIR)
   message(STATUS "libcurl's headers are not installed: no http:// and s3:// caches")
 endif()
 
+# Code for hosts of both architectures, of which LLVM has one at least: a pack that is made on one serves the other, too.
+set(flce_llvm_targets "")
+foreach(target X86 AArch64)
+  if(target IN_LIST LLVM_TARGETS_TO_BUILD)
+    list(APPEND flce_llvm_targets ${target})
+    string(TOUPPER "FLCE_LLVM_${target}" definition)
+    set_property(SOURCE ${CMAKE_SOURCE_DIR}/runtime/host/host_code.cpp APPEND PROPERTY COMPILE_DEFINITIONS ${definition})
+  endif()
+endforeach()
+if(FLCE_PORTABLE)
+  # LLVM's solver, which none of its code here calls, is named by its place on LLVM's own machine.
+  get_target_property(flce_llvm_links LLVMSupport INTERFACE_LINK_LIBRARIES)
+  list(FILTER flce_llvm_links EXCLUDE REGEX "libz3")
+  set_target_properties(LLVMSupport PROPERTIES INTERFACE_LINK_LIBRARIES "${flce_llvm_links}")
+endif()
 if(FLCE_STATIC_LLVM)
-  llvm_map_components_to_libnames(FLCE_LLVM_LIBS core orcjit native passes)
+  llvm_map_components_to_libnames(FLCE_LLVM_LIBS core orcjit passes ${flce_llvm_targets})
   target_link_libraries(flce_third_party INTERFACE ${FLCE_LLVM_LIBS})
 else()
   target_link_libraries(flce_third_party INTERFACE LLVM)
 endif()
 
-# The private folder that tools/setup.sh fills comes last: a toolkit, where there is one, matches the machine's driver.
-find_path(FLCE_CUDA_INCLUDE_DIR cuda.h
+# The private folder that tools/setup.sh fills comes last: a toolkit, where there is one, matches the machine's driver. The header is the
+# same for every host.
+find_path(FLCE_CUDA_INCLUDE_DIR cuda.h NO_CMAKE_FIND_ROOT_PATH
   HINTS ENV CUDA_HOME ENV CUDA_PATH PATHS /usr/local/cuda ${CMAKE_SOURCE_DIR}/.tools/nvidia PATH_SUFFIXES include
   DOC "Folder that holds cuda.h" REQUIRED)

@@ -1,6 +1,6 @@
 # Links of a portable build (FLCE_PORTABLE, tools/dist.sh): the result runs on systems older than the one that makes it, and leaves a
 # program's own libraries alone. tools/portable_inputs.sh makes FLCE_PORTABLE_INPUTS.
-set(FLCE_PORTABLE_INPUTS ${CMAKE_SOURCE_DIR}/.tools/portable CACHE PATH "Folder that tools/portable_inputs.sh made")
+set(FLCE_PORTABLE_INPUTS ${CMAKE_SOURCE_DIR}/.tools/portable-${CMAKE_SYSTEM_PROCESSOR} CACHE PATH "Folder that tools/portable_inputs.sh made")
 if(NOT EXISTS ${FLCE_PORTABLE_INPUTS}/link/libc.so)
   message(FATAL_ERROR "FLCE_PORTABLE needs ${FLCE_PORTABLE_INPUTS}, which tools/setup.sh --dist makes")
 endif()
@@ -22,7 +22,10 @@ file(GLOB FLCE_TBB_SOURCES ${FLCE_PORTABLE_INPUTS}/onetbb/src/tbb/*.cpp)
 add_library(flce_static_tbb STATIC ${FLCE_TBB_SOURCES})
 target_include_directories(flce_static_tbb SYSTEM PUBLIC ${FLCE_PORTABLE_INPUTS}/onetbb/include)
 target_compile_definitions(flce_static_tbb PRIVATE __TBB_BUILD __TBB_DYNAMIC_LOAD_ENABLED=0 __TBB_SOURCE_DIRECTLY_INCLUDED=1)
-target_compile_options(flce_static_tbb PRIVATE -mrtm -mwaitpkg -flifetime-dse=1 -w)
+target_compile_options(flce_static_tbb PRIVATE -flifetime-dse=1 -w)
+if(CMAKE_SYSTEM_PROCESSOR STREQUAL "x86_64")
+  target_compile_options(flce_static_tbb PRIVATE -mrtm -mwaitpkg)
+endif()
 target_link_libraries(flce_static_tbb PUBLIC Threads::Threads)
 
 # The command takes the C++ runtime of this folder, which runs on every glibc from 2.28 on, so that the command needs nothing but glibc.

@@ -88,8 +88,8 @@ Device cpu_device(const CpuModel& model) {
     Device device;
     device.kind = DeviceKind::cpu;
     device.name = model.name;
-    device.cpu = {.triple = "x86_64-unknown-linux-gnu",
-                  .cpu = std::string(model.name),
+    device.cpu = {.triple = linux_triple(model.arch),
+                  .cpu = std::string(model.cpu),
                   .features = std::string(model.features),
                   .vector_bits = model.vector_bits,
                   .fma = model.fma,
@@ -134,6 +134,8 @@ std::string unknown_device(std::string_view name) {
 }
 
 }  // namespace
+
+std::string linux_triple(std::string_view arch) { return fmt::format("{}-unknown-linux-gnu", arch); }
 
 Device describe_device(std::string_view name) {
     const std::string key = lower(name);

@@ -3,6 +3,7 @@
 
 #include <array>
 #include <cstdint>
+#include <string>
 #include <string_view>
 
 namespace flce {
@@ -82,8 +83,16 @@ inline constexpr std::array kGpuProducts = {
     GpuProduct{"NVIDIA GB10", "sm_121", 48, 24, 128, 273, 125},
 };
 
+// Architectures of hosts, as target triples begin with them.
+inline constexpr std::string_view kX86_64 = "x86_64";
+inline constexpr std::string_view kAarch64 = "aarch64";
+inline constexpr std::array kHostArchs = {kX86_64, kAarch64};
+
+/// CpuProperties::triple of hosts of an architecture. Distributions name vendors of their own in it, which mean nothing to generated code.
+[[nodiscard]] std::string linux_triple(std::string_view arch);
+
 struct CpuModel {
-    std::string_view name;  ///< LLVM's name
+    std::string_view name;
     int vector_bits;
     bool fma;
     bool bf16_dot;
@@ -92,6 +101,8 @@ struct CpuModel {
     int l1d_kib;
     int l2_kib;
     int l3_mib;
+    std::string_view arch = kX86_64;
+    std::string_view cpu = name;  ///< LLVM's name
 };
 
 inline constexpr std::string_view kFullWidth = "-prefer-256-bit";
@@ -115,6 +126,11 @@ inline constexpr std::array kCpuModels = {
     CpuModel{"znver3", 256, true, false, "", 8, 32, 512, 32},
     CpuModel{"znver4", 512, true, true, "", 8, 32, 1024, 32},
     CpuModel{"znver5", 512, true, true, "", 8, 48, 1024, 32},
+    CpuModel{"aarch64", 128, true, false, "", 8, 64, 512, 8, kAarch64, "generic"},
+    CpuModel{"neoverse-n1", 128, true, false, "", 16, 64, 1024, 32, kAarch64},  // Graviton2, Ampere Altra
+    CpuModel{"neoverse-v1", 128, true, false, "", 16, 64, 1024, 32, kAarch64},  // Graviton3
+    CpuModel{"neoverse-n2", 128, true, false, "", 16, 64, 1024, 64, kAarch64},
+    CpuModel{"neoverse-v2", 128, true, false, "", 72, 64, 1024, 114, kAarch64},  // Grace, Graviton4
 };
 
 }  // namespace flce

@@ -5,6 +5,7 @@
 #include <mutex>
 
 #include "cache/log.hpp"
+#include "generator/device_tables.hpp"
 #include "runtime/cuda/nvrtc.hpp"
 #include "runtime/session.hpp"
 
@@ -56,12 +57,20 @@ LocalDevice described_cpu(const std::string& name, const Backends& backends) {
     if (device.kind != DeviceKind::cpu) {
         throw EnvironmentError(
             fmt::format("device is \"{}\", which kernels can be compiled for but not run on by name; allowed are cpu, "
-                        "cuda, cuda:i and CPUs like x86-64-v3",
+                        "cuda, cuda:i and CPUs like x86-64-v3 or aarch64",
                         name));
     }
     const Device native = backends.native_cpu();
     const CpuProperties& have = native.cpu;
     CpuProperties& want = device.cpu;
+    if (want.triple != have.triple) {
+        throw EnvironmentError(
+            fmt::format("device is \"{}\", a CPU of {}; this machine's {} is one of {}", name, want.triple, have.cpu, have.triple));
+    }
+    // Arm's names say more than the width of vectors, such as SVE2.
+    if (want.triple.starts_with(kAarch64) && want.cpu != have.cpu && want.cpu != "generic") {
+        throw EnvironmentError(fmt::format("device is \"{}\", and this machine is a {}; allowed are that and aarch64", name, have.cpu));
+    }
     if (want.vector_bits > have.vector_bits || want.fma > have.fma || want.bf16_dot > have.bf16_dot) {
         throw EnvironmentError(fmt::format("device is \"{}\" ({}-bit vectors), but this machine's {} has {}-bit vectors{}{}", name,
                                            want.vector_bits, have.cpu, have.vector_bits, have.fma ? "" : ", no FMA",

@@ -1,20 +1,39 @@
 #!/usr/bin/env bash
-# Makes .tools/portable, what a portable build (tools/dist.sh) links against beside the machine's own packages:
+# Makes .tools/portable-<machine>, what a portable build for x86_64 or aarch64 (tools/dist.sh) links against beside a compiler:
 #   link/     start files, and libraries with the symbols of glibc 2.28 and of GCC 8's C++ runtime only: the linker takes them, not the
 # system's
 #   onetbb/   the source of oneTBB, to be compiled into libflce
 #   runtime/  libstdc++ and libgcc_s that run from glibc 2.28 on, for systems that have none
 #   root/     a system of an old glibc (2.31) and nothing else, in which tools/test_release.sh tries the result
-# They come from Debian's mirror (bullseye, and bookworm's source of oneTBB), checked by apt, and need no root. With --check the script only
-# says, by its exit code, whether the folder is there and as this script makes it.
+#   sysroot/  headers and archives of that machine, where it is not the machine's own compiler that builds for it
+# They come from Debian's mirror (bullseye; bookworm's source of oneTBB, and its packages for a sysroot), checked by apt, and need no root.
+# With --check the script only says, by its exit code, whether the folder is there and as this script makes it.
+#
+#     tools/portable_inputs.sh [--check] [x86_64|aarch64]    default: the machine that the compiler, cc, builds for
 set -euo pipefail
 cd "$(dirname "$0")/.."
-inputs=$PWD/.tools/portable
+native=$(cc -dumpmachine 2>/dev/null || uname -m) && native=${native%%-*}
+machine=$native check=false
+for argument; do
+    case $argument in
+        --check) check=true ;;
+        x86_64 | aarch64) machine=$argument ;;
+        *) echo "usage: portable_inputs.sh [--check] [x86_64|aarch64]" >&2 && exit 2 ;;
+    esac
+done
+case $machine in
+    x86_64) architecture=amd64 loader=lib64/ld-linux-x86-64.so.2 ;;
+    aarch64) architecture=arm64 loader=lib/ld-linux-aarch64.so.1 ;;
+    *) echo "releases are made for x86_64 and aarch64, not for $machine" >&2 && exit 3 ;;
+esac
+compiler=cc
+if [[ $machine != "$native" ]]; then compiler=$machine-linux-gnu-gcc; fi
+inputs=$PWD/.tools/portable-$machine
 glibc=2.28 glibcxx=3.4.25 cxxabi=1.3.11 gcc=7.0.0 # newest symbol versions that a release asks for; RHEL 8's, as PyTorch's wheels
 mirror=${FLCE_DEBIAN_MIRROR:-http://deb.debian.org/debian}
 stamp=$(sha256sum "$0" | cut -d' ' -f1)
 if [[ $(cat "$inputs/stamp" 2>/dev/null) == "$stamp" ]]; then exit 0; fi
-if [[ ${1:-} == --check ]]; then exit 1; fi
+if $check; then exit 1; fi
 
 work=$inputs.tmp
 rm -rf "$work" && mkdir -p "$work"/{debs,lists/partial,cache/archives/partial,root,link,runtime}
@@ -25,12 +44,14 @@ fi
 keyring=/usr/share/keyrings/debian-archive-keyring.gpg
 [[ -e $keyring ]] || { echo "$keyring is missing: install debian-archive-keyring" >&2 && exit 3; }
 cat >"$work/sources.list" <<LIST
-deb [arch=amd64 signed-by=$keyring] $mirror bullseye main
+deb [arch=$architecture signed-by=$keyring] $mirror bullseye main
+deb [arch=$architecture signed-by=$keyring] $mirror bookworm main
 deb-src [signed-by=$keyring] $mirror bookworm main
 LIST
 apt() {
-    apt-get -qq -o Dir::Etc::SourceList="$work/sources.list" -o Dir::Etc::SourceParts=- -o Dir::State::Lists="$work/lists" \
-        -o Dir::Cache="$work/cache" -o APT::Sandbox::User=root -o Acquire::Languages=none "$@"
+    apt-get -qq -o APT::Architecture=$architecture -o APT::Architectures=$architecture \
+        -o Dir::Etc::SourceList="$work/sources.list" -o Dir::Etc::SourceParts=- -o Dir::State::Lists="$work/lists" \
+        -o Dir::State::status=/dev/null -o Dir::Cache="$work/cache" -o APT::Sandbox::User=root -o Acquire::Languages=none "$@"
 }
 fail() {
     echo "could not get Debian's packages for a portable build from $mirror" \
@@ -78,15 +99,15 @@ stub() { # LIBRARY
             }
             for (node in exported) print node " {" exported[node] " };" >script
         }' >"$work/$name.s"
-    cc -shared -nostdlib -Wl,-soname,"$name" -Wl,--version-script="$work/$name.map" -o "$work/link/$name" "$work/$name.s"
+    "$compiler" -shared -nostdlib -Wl,-soname,"$name" -Wl,--version-script="$work/$name.map" -o "$work/link/$name" "$work/$name.s"
 }
-system=$work/root/lib/x86_64-linux-gnu developer=$work/root/usr/lib/x86_64-linux-gnu
+system=$work/root/lib/$machine-linux-gnu developer=$work/root/usr/lib/$machine-linux-gnu
 glibc_libraries=("$system"/{libc.so.6,libm.so.6,libpthread.so.0,libdl.so.2,librt.so.1})
-for library in "${glibc_libraries[@]}" "$system"/{ld-linux-x86-64.so.2,libgcc_s.so.1} "$developer/libstdc++.so.6"; do
+for library in "${glibc_libraries[@]}" "$system"/{"${loader##*/}",libgcc_s.so.1} "$developer/libstdc++.so.6"; do
     stub "$library"
 done
 cp "$developer"/{Scrt1.o,crt1.o,crti.o,crtn.o,libc_nonshared.a} "$work/link/"
-echo 'GROUP(libc.so.6 libc_nonshared.a AS_NEEDED(ld-linux-x86-64.so.2))' >"$work/link/libc.so"
+echo "GROUP(libc.so.6 libc_nonshared.a AS_NEEDED(${loader##*/}))" >"$work/link/libc.so"
 # Symbols of the C++ runtime beyond the limit, which a newer compiler's code asks for, come from that compiler's archive and stay hidden.
 echo 'INPUT(libstdc++.so.6 libstdc++.a)' >"$work/link/libstdc++.so"
 ln -s libm.so.6 "$work/link/libm.so"
@@ -95,9 +116,18 @@ ln -s libdl.so.2 "$work/link/libdl.so"
 ln -s librt.so.1 "$work/link/librt.so"
 cp -L "$developer/libstdc++.so.6" "$system/libgcc_s.so.1" "$work/runtime/"
 cp "$work/root/usr/share/doc/gcc-10-base/copyright" "$work/runtime/COPYRIGHT"
-mkdir -p "$work/glibc/lib64" "$work/glibc/lib/x86_64-linux-gnu"
-cp -L "${glibc_libraries[@]}" "$work/glibc/lib/x86_64-linux-gnu/"
-cp -L "$system/ld-linux-x86-64.so.2" "$work/glibc/lib64/"
+mkdir -p "$work/glibc/${loader%/*}" "$work/glibc/lib/$machine-linux-gnu"
+cp -L "${glibc_libraries[@]}" "$work/glibc/lib/$machine-linux-gnu/"
+cp -L "$system/${loader##*/}" "$work/glibc/$loader"
+
+# Headers and archives are those that tools/setup.sh installs where the machine builds for itself. LLVM's CMake package looks for its tools.
+if [[ $machine != "$native" ]]; then
+    mkdir "$work/sysroot" "$work/debs/sysroot"
+    (cd "$work/debs/sysroot" && apt download {libc6,libstdc++6,libgcc-s1,libc6-dev,linux-libc-dev,libfmt{9,-dev},libspdlog{1.10,-dev}}/bookworm \
+        {nlohmann-json3-dev,libcli11-dev,libzstd{1,-dev},libxxhash-dev,libssl-dev,libcurl4-openssl-dev,libhiredis-dev,zlib1g-dev}/bookworm \
+        {libgtest-dev,libgmock-dev,libdlpack-dev,libllvm19,llvm-19{,-dev,-tools,-linker-tools}}/bookworm) || fail
+    for deb in "$work"/debs/sysroot/*.deb; do dpkg -x "$deb" "$work/sysroot"; done
+fi
 
 rm -rf "$work"/{root,debs,lists,cache,sources.list,*.s,*.map}
 mv "$work/glibc" "$work/root"

@@ -6,18 +6,20 @@
 # tools/peers.txt, whose signatures a test reads. With --trainers also those of tools/trainers.txt, which tests run, into .tools/trainers.
 # With --servers also the servers that tests of remote caches start: redis and nginx unpacked into .tools/servers, where the system has none
 # (a package that is installed would run, and run after the next boot too), and moto's S3 from PyPI into .tools/moto; without them those
-# tests are skipped. With --dist also the libraries that a release tree is linked with (tools/portable_inputs.sh, into .tools/portable).
+# tests are skipped. With --dist also the libraries that a release tree is linked with (tools/portable_inputs.sh, into .tools/portable-*);
+# with --arm64 those of a release tree for 64-bit Arm, the cross compiler, and qemu, which runs what it makes.
 # Exit code 3 and a list of packages to install by hand where it cannot.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-with_python=false with_trainers=false with_servers=false with_dist=false
+with_python=false with_trainers=false with_servers=false with_dist=false dist_machine=()
 for flag in "$@"; do
     case $flag in
         --python) with_python=true ;;
         --trainers) with_trainers=true ;;
         --servers) with_servers=true ;;
         --dist) with_dist=true ;;
-        *) echo "usage: setup.sh [--python] [--trainers] [--servers] [--dist]" >&2 && exit 2 ;;
+        --arm64) with_dist=true dist_machine=(aarch64) ;;
+        *) echo "usage: setup.sh [--python] [--trainers] [--servers] [--dist] [--arm64]" >&2 && exit 2 ;;
     esac
 done
 
@@ -94,14 +96,17 @@ find_llvm || llvm_missing=true
 # A release: Debian's packages of an old glibc and their keys, and lld where LLVM is there without it.
 dist_missing=false
 if $with_dist; then
-    [[ $(uname -m) == x86_64 ]] || fail "releases are made for x86-64, on x86-64."
     need_file debian-archive-keyring /usr/share/keyrings/debian-archive-keyring.gpg
     if ! $llvm_missing && ! command -v ld.lld >/dev/null && ! compgen -G '/usr/lib/llvm-*/bin/ld.lld' >/dev/null; then
         for prefix in "${llvm_prefixes[@]}"; do
             if [[ -e $prefix/lib/cmake/llvm/LLVMConfig.cmake ]]; then packages+=("lld-${prefix##*llvm-}") && break; fi
         done
     fi
-    tools/portable_inputs.sh --check || dist_missing=true
+    if ((${#dist_machine[@]})) && [[ $(c++ -dumpmachine 2>/dev/null) != aarch64-* ]]; then
+        need_tool g++-aarch64-linux-gnu aarch64-linux-gnu-g++
+        need_tool qemu-user-static qemu-aarch64-static
+    fi
+    tools/portable_inputs.sh --check "${dist_machine[@]}" || dist_missing=true
 fi
 
 # ── NVRTC and cuda.h: a toolkit's, the system's, or ours.
@@ -337,8 +342,8 @@ for list in ${missing_lists[@]+"${missing_lists[@]}"}; do
     fi
 done
 if $dist_missing; then
-    echo "flce: fetching Debian's libc6, libstdc++6 and libgcc-s1 of bullseye and the source of oneTBB into .tools/portable"
-    tools/portable_inputs.sh || fail "tools/portable_inputs.sh failed (see above)."
+    echo "flce: fetching Debian's libc6, libstdc++6 and libgcc-s1 of bullseye and the source of oneTBB into .tools/portable-*"
+    tools/portable_inputs.sh "${dist_machine[@]}" || fail "tools/portable_inputs.sh failed (see above)."
 fi
 get_servers
 echo "flce: the machine is ready"

@@ -8,7 +8,9 @@
 
 namespace flce {
 
-int vector_registers(int vector_bits) noexcept { return vector_bits == 512 ? 32 : 16; }
+int vector_registers(const CpuProperties& cpu, int vector_bits) noexcept {
+    return vector_bits == 512 || cpu.triple.starts_with("aarch64") ? 32 : 16;
+}
 
 std::optional<std::string> cpu_plan_problem(const Spec& spec, const Device& device, const Plan& plan) {
     const CpuPlan& p = plan.cpu;
@@ -28,9 +30,9 @@ std::optional<std::string> cpu_plan_problem(const Spec& spec, const Device& devi
     // Sums stay in registers, a row of B is loaded, and one element of A is broadcast.
     const std::int64_t vectors = p.micro_n / lanes;
     const std::int64_t registers = p.micro_m * vectors + vectors + 1;
-    if (registers > vector_registers(p.vector_bits)) {
+    if (const int most = vector_registers(device.cpu, p.vector_bits); registers > most) {
         return fmt::format("micro={}x{}: needs {} vector registers, vectors of {} bits have {}", p.micro_m, p.micro_n, registers,
-                           p.vector_bits, vector_registers(p.vector_bits));
+                           p.vector_bits, most);
     }
     if (p.block_m % p.micro_m != 0) return fmt::format("block_m={}: must be a multiple of micro_m = {}", p.block_m, p.micro_m);
     // A strip of logits is columns when it is computed and rows of grad_weight afterwards.

@@ -22,23 +22,32 @@
 
 namespace flce {
 
-/// Treats denormals as 0 while it lives: saturated softmaxes are full of them, and each costs a hundred cycles of microcode.
+/// Treats denormals as 0 while it lives: saturated softmaxes are full of them, and on x86-64 each costs a hundred cycles of microcode.
 class DenormalsAreZero {
 public:
-#if defined(__SSE__)
-    DenormalsAreZero() : saved_(_mm_getcsr()) { _mm_setcsr(saved_ | kFlushToZero | kDenormalsAreZero); }
-    ~DenormalsAreZero() { _mm_setcsr(saved_); }
-
-private:
-    static constexpr unsigned kFlushToZero = 0x8000;
-    static constexpr unsigned kDenormalsAreZero = 0x0040;
-    unsigned saved_;
-#else
-    DenormalsAreZero() = default;
-#endif
-public:
+    DenormalsAreZero() : saved_(control()) { set_control(saved_ | kOfInputsAndResults); }
+    ~DenormalsAreZero() { set_control(saved_); }
     DenormalsAreZero(const DenormalsAreZero&) = delete;
     DenormalsAreZero& operator=(const DenormalsAreZero&) = delete;
+
+private:
+    // The thread's register of floating-point arithmetic.
+#if defined(__SSE__)
+    using Control = unsigned;
+    static constexpr Control kOfInputsAndResults = 0x8040;  // MXCSR: FTZ and DAZ
+    static Control control() { return _mm_getcsr(); }
+    static void set_control(Control bits) { _mm_setcsr(bits); }
+#elif defined(__aarch64__)
+    using Control = std::uint64_t;
+    static constexpr Control kOfInputsAndResults = 1 << 24;  // FPCR: FZ
+    static Control control() {
+        Control bits;
+        asm volatile("mrs %0, fpcr" : "=r"(bits));
+        return bits;
+    }
+    static void set_control(Control bits) { asm volatile("msr fpcr, %0" ::"r"(bits)); }
+#endif
+    Control saved_;
 };
 
 /// oneTBB's threads and locks are of the process that first used them. A child has its memory as it was at the fork, without the threads:

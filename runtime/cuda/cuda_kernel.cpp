@@ -11,6 +11,7 @@
 #include <nlohmann/json.hpp>
 
 #include "flce/error.hpp"
+#include "generator/device_tables.hpp"
 #include "generator/launch_text.hpp"
 #include "runtime/cuda/cubin.hpp"
 #include "runtime/cuda/cubin_cache.hpp"
@@ -123,9 +124,9 @@ std::vector<std::future<ArtifactPointer>> begin_cubins(const BuildRequest& reque
     return cubins;
 }
 
-ArtifactPointer launchers_of(const BuildRequest& request, const CudaProgram& program, ArtifactCache& cache,
+ArtifactPointer launchers_of(const BuildRequest& request, const CudaProgram& program, const std::string& triple, ArtifactCache& cache,
                              const ArtifactCache::PayloadFault& fault) {
-    const CpuProperties target = launcher_target(native_triple());
+    const CpuProperties target = launcher_target(triple);
     const auto compile = [&] {
         Json metadata = describe_request(request, "object");
         metadata["holds"] = "CUDA launchers";
@@ -151,7 +152,7 @@ std::shared_ptr<const HostCode> load_launchers(const BuildRequest& request, cons
             return error.what();
         }
     };
-    const ArtifactPointer launchers = launchers_of(request, program, cache, fault);
+    const ArtifactPointer launchers = launchers_of(request, program, native_triple(), cache, fault);
     if (loaded == nullptr) load(*launchers);
     return loaded;
 }
@@ -167,7 +168,7 @@ struct KernelSet {
         launchers =
             std::async(std::launch::async, [&request, &cache, this, loads = context != nullptr]() -> std::shared_ptr<const HostCode> {
                 if (loads) return load_launchers(request, program, cache);
-                return (void)cuda_launchers(request, program, cache), nullptr;
+                return cuda_launchers(request, program, cache), nullptr;
             });
     }
     KernelSet(const KernelSet&) = delete;
@@ -317,9 +318,13 @@ std::vector<ArtifactPointer> cuda_cubins(const BuildRequest& request, const Cuda
     return cubins;
 }
 
-ArtifactPointer cuda_launchers(const BuildRequest& request, const CudaProgram& program, ArtifactCache& cache) {
-    return launchers_of(request, program, cache,
-                        [](const Artifact& artifact) { return host_object_fault(artifact.payload, native_triple(), kLauncherSymbols); });
+void cuda_launchers(const BuildRequest& request, const CudaProgram& program, ArtifactCache& cache) {
+    for (const std::string_view arch : host_archs()) {
+        const std::string triple = linux_triple(arch);
+        if (triple != native_triple() && !cache.options().creates) continue;  // this machine has no use for them
+        (void)launchers_of(request, program, triple, cache,
+                           [&triple](const Artifact& artifact) { return host_object_fault(artifact.payload, triple, kLauncherSymbols); });
+    }
 }
 
 std::shared_ptr<const Kernel> make_cuda_kernel(const BuildRequest& request, ArtifactCache& cache) {

@@ -17,8 +17,9 @@ namespace flce {
 [[nodiscard]] std::vector<std::shared_ptr<const Artifact>> cuda_cubins(const BuildRequest& request, const CudaProgram& program,
                                                                        ArtifactCache& cache);
 
-/// The kernel set's launchers from the cache, or compiled. Needs neither NVRTC nor a GPU.
-[[nodiscard]] std::shared_ptr<const Artifact> cuda_launchers(const BuildRequest& request, const CudaProgram& program, ArtifactCache& cache);
+/// Sees to it that the cache has the kernel set's launchers, for hosts of every architecture where it may create them, so that a pack that
+/// is made on one serves the others. Needs neither NVRTC nor a GPU.
+void cuda_launchers(const BuildRequest& request, const CudaProgram& program, ArtifactCache& cache);
 
 /// The symbols of the launchers' object.
 inline constexpr std::array kLauncherSymbols{kForwardLauncherSymbol, kMergeLauncherSymbol, kBackwardLauncherSymbol};

@@ -9,6 +9,7 @@
 #include <mutex>
 
 #include "flce/error.hpp"
+#include "generator/device_tables.hpp"
 #include "llvm/ADT/SmallVector.h"
 #include "llvm/Config/llvm-config.h"
 #include "llvm/ExecutionEngine/JITLink/JITLinkMemoryManager.h"
@@ -38,8 +39,18 @@ namespace {
 void initialize_llvm() {
     static std::once_flag once;
     std::call_once(once, [] {
-        llvm::InitializeNativeTarget();
-        llvm::InitializeNativeTargetAsmPrinter();
+#if defined(FLCE_LLVM_X86)
+        LLVMInitializeX86TargetInfo();
+        LLVMInitializeX86Target();
+        LLVMInitializeX86TargetMC();
+        LLVMInitializeX86AsmPrinter();
+#endif
+#if defined(FLCE_LLVM_AARCH64)
+        LLVMInitializeAArch64TargetInfo();
+        LLVMInitializeAArch64Target();
+        LLVMInitializeAArch64TargetMC();
+        LLVMInitializeAArch64AsmPrinter();
+#endif
     });
 }
 
@@ -184,6 +195,17 @@ private:
 }  // namespace
 
 std::string llvm_version() { return LLVM_VERSION_STRING; }
+
+std::vector<std::string_view> host_archs() {
+    return {
+#if defined(FLCE_LLVM_X86)
+        kX86_64,
+#endif
+#if defined(FLCE_LLVM_AARCH64)
+        kAarch64,
+#endif
+    };
+}
 
 std::vector<std::byte> compile_host_object(const CpuProperties& target, const std::string& name,
                                            const std::function<void(llvm::Module&)>& emit) {

@@ -22,6 +22,9 @@ namespace flce {
 /// "19.1.7": part of the key of every host object.
 [[nodiscard]] std::string llvm_version();
 
+/// Architectures of hosts that compile_host_object has code for: "x86_64", "aarch64".
+[[nodiscard]] std::vector<std::string_view> host_archs();
+
 /// Creates a module with the target's triple and data layout, lets `emit` fill it, verifies it and compiles it to an object file.
 /// Throws CompileError carrying the verifier's or code generator's message; the IR is saved beside it.
 [[nodiscard]] std::vector<std::byte> compile_host_object(const CpuProperties& target, const std::string& name,

@@ -27,13 +27,18 @@ struct IsaLevel {
     [[nodiscard]] VectorTarget target() const { return {.vector_bits = cpu.vector_bits, .fma = cpu.fma, .bf16_dot = cpu.bf16_dot}; }
 };
 
-/// The levels up to this machine's own.
+/// The levels up to this machine's own, of its architecture.
 [[nodiscard]] inline std::vector<IsaLevel> isa_levels() {
     const CpuProperties native = native_cpu().cpu;
     const auto level = [&](const char* name, int bits, int micro_m, int micro_n) {
         CpuProperties cpu{.triple = native.triple, .cpu = name, .vector_bits = bits, .fma = bits > 128, .cores = 2};
         return IsaLevel{name, cpu, micro_m, micro_n};
     };
+    if (native.triple.starts_with("aarch64")) {
+        std::vector<IsaLevel> levels{level("generic", 128, 8, 12)};
+        levels.back().cpu.fma = true;
+        return levels;
+    }
     std::vector<IsaLevel> levels{level("x86-64", 128, 4, 8)};
     if (native.vector_bits >= 256) levels.push_back(level("x86-64-v3", 256, 6, 16));
     if (native.vector_bits >= 512) levels.push_back(level("x86-64-v4", 512, 12, 32));

@@ -5,6 +5,8 @@
 #include <cstring>
 #include <numeric>
 
+#include "flce/device.hpp"
+#include "generator/planner.hpp"
 #include "tests/cpu/cpu_test_support.hpp"
 #include "tests/support/number_formats.hpp"
 
@@ -174,6 +176,23 @@ TEST(Bf16Dot, EmittedForACpuThatHasIt_CompilesToTheInstruction) {
                  (with[i + 2] & std::byte{3}) == std::byte{2} && with[i + 4] == std::byte{0x52};
     }
     EXPECT_GE(found, 12 * 2);
+}
+
+// Kernels for a CPU of another architecture than this machine's are compiled, to its fused multiplications.
+TEST(Neon, CodeForAnArmServer_MultipliesAndAddsAtOnce) {
+    const Device device = describe_device("neoverse-v2");
+    const Spec spec = parse_spec("D=64,V=500,dtype=fp16,bias,softcap=30,label_smoothing=0.1").normalized();
+    const Plan plan = candidate_plans(spec, device).front();
+    EXPECT_EQ(plan.cpu.micro_m * plan.cpu.micro_n, 8 * 12) << "24 of 32 registers are sums";
+    const auto object = compile_host_object(device.cpu, "neon", [&](llvm::Module& m) { emit_cpu_code(m, spec, device.cpu, plan.cpu); });
+    // FMLA, by vector and by element, of four floats.
+    int found = 0;
+    for (std::size_t i = 0; i + 4 <= object.size(); i += 4) {
+        std::uint32_t word = 0;
+        std::memcpy(&word, &object[i], 4);
+        found += (word & 0xffe0fc00U) == 0x4e20cc00U || (word & 0xffc0f400U) == 0x4f801000U;
+    }
+    EXPECT_GE(found, 5 * 24) << "the step is unrolled four times, and stands once more for the rest";
 }
 
 INSTANTIATE_TEST_SUITE_P(Isa, Gemm, testing::ValuesIn(isa_levels()), isa_name);

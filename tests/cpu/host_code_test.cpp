@@ -8,6 +8,8 @@
 #include <thread>
 
 #include "flce/error.hpp"
+#include "generator/device_tables.hpp"
+#include "runtime/host/object_file.hpp"
 #include "tests/cpu/cpu_test_support.hpp"
 
 namespace flce::test {
@@ -73,13 +75,13 @@ TEST(HostCode, TruncatedObject_IsACompileError) {
 
 TEST(HostCode, ObjectOfAnotherArchitecture_IsACompileError) {
     auto object = iota_object();
-    object[18] = std::byte{183};  // ELF header: e_machine = EM_AARCH64
+    object[18] = std::byte{243};  // ELF header: e_machine = EM_RISCV
     object[19] = std::byte{0};
     try {
-        (void)HostCode::load(object, "arm");
+        (void)HostCode::load(object, "riscv");
         FAIL();
     } catch (const CompileError& e) {
-        EXPECT_THAT(e.what(), HasSubstr("aarch64"));
+        EXPECT_THAT(e.what(), HasSubstr("riscv64"));
     }
 }
 
@@ -124,6 +126,21 @@ TEST(HostCode, UnknownTarget_IsACompileErrorNamingIt) {
     }
 }
 
+// A pack that is made on one machine serves the other.
+TEST(HostCode, BothArchitectures_AreCompiledFor) {
+    ASSERT_EQ(host_archs().size(), 2U);
+    for (const std::string_view arch : host_archs()) {
+        const std::string triple = linux_triple(arch);
+        const auto object =
+            compile_host_object({.triple = triple, .cpu = "generic"}, "iota", [](llvm::Module& m) { emit_iota(m, "iota"); });
+        constexpr std::array<const char*, 1> symbols{"iota"};
+        EXPECT_EQ(host_object_fault(object, triple, symbols), "");
+        if (triple == native_triple()) continue;
+        EXPECT_THAT(host_object_fault(object, native_triple(), symbols), HasSubstr("not"));
+        EXPECT_THROW((void)HostCode::load(object, "iota"), CompileError);
+    }
+}
+
 TEST(HostCode, ManyThreadsAtOnce_AllWork) {
     std::vector<int> good(8, 0);
     {
@@ -147,6 +164,7 @@ TEST(HostCode, LlvmVersion_IsAVersion) { EXPECT_THAT(llvm_version(), testing::Ma
 TEST(NativeCpu, DescribesThisMachine) {
     const Device device = native_cpu();
     EXPECT_EQ(device.kind, DeviceKind::cpu);
+    EXPECT_EQ(device.cpu.triple, native_triple());
     EXPECT_THAT(device.cpu.triple, HasSubstr("linux"));
     EXPECT_GE(device.cpu.cores, 1);
     EXPECT_LE(device.cpu.cores, static_cast<int>(std::thread::hardware_concurrency()));

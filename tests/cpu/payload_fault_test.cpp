@@ -53,7 +53,7 @@ TEST(CpuObject, ThatCannotBeUsed_IsCompiledAgainAndPutAside) {
         {"cut in half", [](auto& payload) { payload.resize(payload.size() / 2); }},
         {"one byte short", [](auto& payload) { payload.resize(payload.size() - 1); }},
         {"its header alone", [](auto& payload) { payload.resize(64); }},
-        {"another architecture's", [](auto& payload) { payload[18] = std::byte{183}, payload[19] = std::byte{0}; }},
+        {"another architecture's", [](auto& payload) { payload[18] = std::byte{243}, payload[19] = std::byte{0}; }},
         {"without our functions", [&](auto& payload) { payload = other_object; }},
     };
     for (const auto& [name, change] : changes) {

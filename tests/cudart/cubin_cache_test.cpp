@@ -7,7 +7,11 @@
 
 #include "cache/disk_store.hpp"
 #include "cache/pack_store.hpp"
+#include "generator/device_tables.hpp"
+#include "generator/planner.hpp"
+#include "runtime/cuda/cuda_kernel.hpp"
 #include "runtime/cuda/launcher.hpp"
+#include "runtime/host/object_file.hpp"
 #include "tests/cache/cache_test_support.hpp"
 
 namespace flce {
@@ -181,6 +185,29 @@ TEST(CubinRecipe, OfRealKernels_NoPathAndNoTime) {
         for (const std::string& option : program.options) {
             EXPECT_THAT(option, testing::Not(testing::HasSubstr("/"))) << "includes lie in memory";
         }
+    }
+}
+
+// A pack that is made on one architecture serves hosts of the other; whoever only looks asks for this machine's launchers.
+TEST_F(CubinCacheTest, LaunchersThatAreCompiled_AreThoseOfEveryHost) {
+    const Spec spec = parse_spec("D=64,V=500,dtype=fp32").normalized();
+    const Device device = describe_device("sm_80");
+    const BuildRequest request{.spec = spec, .device = device, .plan = candidate_plans(spec, device).front()};
+    const CudaProgram program = generate_cuda(spec, device, request.plan);
+    const auto key_for = [&](std::string_view arch) {
+        return launchers_key(program, launcher_target(linux_triple(arch)), launcher_generator());
+    };
+    ArtifactCache cache(here());
+    cuda_launchers(request, program, cache);
+    for (const std::string_view arch : kHostArchs) {
+        const auto object = cache.find(key_for(arch));
+        ASSERT_NE(object, nullptr) << arch;
+        EXPECT_EQ(host_object_fault(object->payload, linux_triple(arch), kLauncherSymbols), "") << arch;
+        if (linux_triple(arch) != native_triple()) continue;
+        ArtifactCache mine({.directory = folder_.path() / "mine", .creates = false});
+        EXPECT_THROW(cuda_launchers(request, program, mine), CacheMissError);
+        mine.keep(key_for(arch), *object, ArtifactCache::Replace::always);
+        EXPECT_NO_THROW(cuda_launchers(request, program, mine));
     }
 }
 

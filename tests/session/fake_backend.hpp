@@ -52,6 +52,7 @@ struct FakeMachine {
     int build_ms = 0;
     std::vector<Device> gpus;
     bool nvrtc = true;
+    std::string cpu = "x86-64-v3";
     std::vector<BuildRequest> requests;  // requests of prewarm; single-threaded
 
     [[nodiscard]] Backends backends() {
@@ -72,7 +73,7 @@ struct FakeMachine {
                 .make_cuda = make,
                 .compile_cpu = compile,
                 .compile_cuda = compile,
-                .native_cpu = [] { return describe_device("x86-64-v3"); },
+                .native_cpu = [this] { return describe_device(cpu); },
                 .cuda_devices =
                     [this](std::string* why) {
                         if (gpus.empty()) *why = "there is no driver";

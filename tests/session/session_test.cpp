@@ -450,6 +450,14 @@ TEST_F(SessionTest, DeviceNotThere_EnvironmentErrorSaysWhy) {
 TEST_F(SessionTest, NamedCpu_RunsWhereTheMachineHasItsFeatures) {
     EXPECT_EQ(session({.device = "x86-64"}).device().cpu.cpu, "x86-64");
     EXPECT_THAT([&] { (void)session({.device = "x86-64-v4"}); }, ThrowsMessage<EnvironmentError>(HasSubstr("512-bit vectors")));
+    EXPECT_THAT(
+        [&] { (void)session({.device = "neoverse-v2"}); },
+        ThrowsMessage<EnvironmentError>(HasSubstr("a CPU of aarch64-unknown-linux-gnu; this machine's x86-64-v3 is one of x86_64")));
+    machine_.cpu = "neoverse-v1";
+    EXPECT_EQ(session({.device = "aarch64"}).device().cpu.cpu, "generic");
+    EXPECT_EQ(session({.device = "neoverse-v1"}).device().cpu.cpu, "neoverse-v1");
+    EXPECT_THAT([&] { (void)session({.device = "neoverse-v2"}); },
+                ThrowsMessage<EnvironmentError>(HasSubstr("this machine is a neoverse-v1")));
 }
 
 TEST(ResolveDevice, Names_MachineOrDescription) {

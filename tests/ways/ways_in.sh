@@ -6,6 +6,7 @@
 #   image    the Dockerfile of docs/prewarm.md, whose steps image.py does in folders
 #   cmake    the CMake project of docs/prewarm.md on an installed flce
 #   demos    make's demos in a clean clone
+#   arm64    `make wheel-arm64` in a clean clone, and its release tree, tests and packs under qemu
 # At FLCE_TEST_LEVEL=full a way whose files have not changed of late is skipped. Exit code 77: it cannot be walked here.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/../.." && pwd)
@@ -17,7 +18,7 @@ skip() {
     exit 77
 }
 # Files that a way hangs on. Without a history everything has changed.
-declare -A files=([pip]="" [wheel]="" [demos]="" [cmake]="docs/prewarm.md cmake examples/prewarm tests/ways"
+declare -A files=([pip]="" [wheel]="" [demos]="" [arm64]="" [cmake]="docs/prewarm.md cmake examples/prewarm tests/ways"
     [sdist]="pyproject.toml CMakeLists.txt cmake tools/setup.sh python/flce/core/_native.py python/flce/_command.py tests/ways"
     [image]="docs/prewarm.md prewarm cli/prewarm.cpp cmake tests/ways")
 if [[ ${FLCE_TEST_LEVEL:-} == full && ${files[$way]} ]] && git -C "$root" rev-parse -q --verify HEAD >/dev/null 2>&1; then
@@ -118,6 +119,13 @@ case $way in
         (cd "$work/clone" && quietly "$work/venv/bin/pip" install --no-index dist/flce-*-manylinux_2_28_x86_64.whl)
         rm -rf "$work/clone"
         used "$work/venv"
+        ;;
+    arm64)
+        clone "$work/clone"
+        in_clone .tools make wheel-arm64
+        mkdir -p "$work/clone/.tools"
+        ln -sfn "$root"/.tools/* "$work/clone/.tools/"
+        "$root/tests/ways/arm64.sh" "$work/clone" "$tree" "$work"
         ;;
     image)
         clone "$work/clone"

@@ -29,10 +29,10 @@ struct GpuProperties {
 /// Properties of a CPU that the planner and the host code generator know.
 struct CpuProperties {
     std::string triple{};    ///< LLVM target triple
-    std::string cpu{};       ///< LLVM's name: "x86-64-v4", "cascadelake", "znver4", …
+    std::string cpu{};       ///< LLVM's name: "x86-64-v4", "znver4", "neoverse-v2", …
     std::string features{};  ///< LLVM's feature string, "+avx512f,-amx-tile,…"; empty means the features that the name implies
     int vector_bits = 128;
-    bool fma = false;
+    bool fma = false;       ///< fused multiply-add, and conversion of fp16 in hardware
     bool bf16_dot = false;  ///< VDPBF16PS
     int cores = 1;          ///< threads that may be used
     std::int64_t l1d_bytes = 32 << 10;
@@ -56,8 +56,8 @@ struct Device {
 [[nodiscard]] Device parse_device_json(std::string_view json);
 
 /// A Device from its name: an architecture ("sm_80", "sm_90a", "sm_100a", "sm_120"; "sm_90" means sm_90a, "sm_100" sm_100a), a product
-/// ("NVIDIA H200", "h100", "a100"), an x86-64 level ("x86-64", "x86-64-v3", "x86-64-v4") or an LLVM CPU name known to have those features
-/// ("znver4"). Case does not matter. Throws EnvironmentError with the name that is nearest, or all of them where none is near. "cpu",
+/// ("NVIDIA H200", "h100", "a100"), an x86-64 level ("x86-64", "x86-64-v3", "x86-64-v4"), "aarch64", or an LLVM CPU name known to have
+/// those features ("znver4", "neoverse-v2"). Case does not matter. Throws EnvironmentError with the name that is nearest, or all of them where none is near. "cpu",
 /// "native" and "cuda[:i]" are the runtime's to resolve, not this function's.
 [[nodiscard]] Device describe_device(std::string_view name);
 [[nodiscard]] std::vector<std::string> known_device_names();
