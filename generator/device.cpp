@@ -34,7 +34,7 @@ std::vector<std::string> words(std::string_view name) {
         if (std::isalnum(static_cast<unsigned char>(c)) != 0) {
             word += c;
         } else if (!word.empty()) {
-            if (word != "nvidia" && word != "geforce" && word != "tesla") result.push_back(word);
+            if (word != "nvidia" && word != "geforce" && word != "tesla" && word != "dgx") result.push_back(word);
             word.clear();
         }
     }

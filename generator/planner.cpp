@@ -211,13 +211,26 @@ Search search_plans(const Spec& spec, const Device& device, const PlanRequest& r
     return search;
 }
 
+/// The plan's path, and why it is not the GPU's own.
+std::string path_line(const Spec& spec, const Device& device, const CudaPath& path) {
+    const std::string name = fmt::format("{}: kernels of {}", path.name, path.instruction);
+    if (path.is_own_of(device)) return fmt::format("{}, made for {}", name, device.gpu.arch);
+    for (const CudaPath* own : cuda_paths()) {
+        if (!own->is_own_of(device)) continue;
+        const Reason problem = own->problem(spec, device, Strategy::recompute);
+        return fmt::format("{}, for every GPU; {}", name,
+                           problem ? *problem : fmt::format("{} is made for {}", own->name, device.gpu.arch));
+    }
+    return fmt::format("{}, for every GPU; none are made for {} alone", name, device.gpu.arch);
+}
+
 /// The cost model's numbers of a GPU, each said to be measured, published or assumed.
 std::string gpu_line(const Device& device, const CudaPath& path) {
     const GpuProperties& gpu = device.gpu;
     const std::string rate =
         fmt::format("{:.0f} % of the dense rate of {:.0f} TFLOP/s", 100 * path.rate_share(device), 1e-12 * gpu.bf16_flops);
-    const std::string line =
-        fmt::format("{}: {} SMs, {} KiB of shared memory a block; ", gpu.arch, gpu.sm_count, gpu.smem_per_block_bytes / 1024);
+    const std::string line = fmt::format("{}: {} SMs, {} KiB of shared memory a block, {} MiB of L2, {:.0f} GB/s; ", gpu.arch, gpu.sm_count,
+                                         gpu.smem_per_block_bytes >> 10, gpu.l2_bytes >> 20, 1e-9 * gpu.bandwidth_bytes_per_s);
     if (has_measured_rates(device)) {
         return line + fmt::format("modelled: kernels of {} keep up {}, as measured on H100 and H200", path.instruction, rate);
     }
@@ -351,6 +364,7 @@ std::vector<std::string> plan_reasons(const Spec& any_spec, const Device& device
     const Search search = search_plans(spec, device, request);
     std::vector<std::string> lines;
     if (device.kind == DeviceKind::cuda) {
+        lines.push_back(path_line(spec, device, cuda_path(plan.path)));
         lines.push_back(gpu_line(device, cuda_path(plan.path)));
     } else {
         lines.push_back(fmt::format("{}: vectors of {} bits{}{}, {} cores", device.cpu.cpu, device.cpu.vector_bits,

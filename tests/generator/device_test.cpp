@@ -77,6 +77,9 @@ TEST(Device, ProductNames_AreFoundAsDriversAndPeopleWriteThem) {
         {"NVIDIA RTX 6000 Ada Generation", "NVIDIA RTX 6000 Ada"},
         {"NVIDIA GH200 480GB", "NVIDIA GH200"},
         {"B200", "NVIDIA B200"},
+        {"gb200", "NVIDIA GB200"},
+        {"spark", "NVIDIA DGX Spark"},
+        {"NVIDIA GB10", "NVIDIA GB10"},
     };
     for (const auto& [asked, name] : cases) EXPECT_EQ(describe_device(asked).name, name) << asked;
     EXPECT_EQ(describe_device("h100").gpu.arch, "sm_90a");

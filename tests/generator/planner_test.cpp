@@ -81,8 +81,8 @@ TEST(Planner, Candidates_AreOrderedByExpectedTime) {
     }
 }
 
-// Steps of the generic path on an H100, measured with these tiles for all four products and nothing retained
-// (benchmarks/results/h100-2026-11-21*.json, docs/experiments/2026-11-27.md).
+// Steps of the generic path on an H100, measured with these tiles for all four products (benchmarks/results/h100-2026-11-21*.json,
+// docs/experiments/2026-11-27.md, docs/kernels-sm80.md).
 TEST(Planner, GenericPathOnHopper_ModelledAsMeasured) {
     const Device h100 = describe_device("h100");
     struct Measured {
@@ -90,17 +90,21 @@ TEST(Planner, GenericPathOnHopper_ModelledAsMeasured) {
         const char* tile;
         std::int64_t tokens;
         double ms;
+        double retained = 0;
     };
     for (const Measured& m :
          {Measured{"D=2048,V=151936", "128x128x32x3/2x2", 4096, 26.8}, Measured{"D=2048,V=151936", "128x256x64x3/2x4", 4096, 25.3},
           Measured{"D=4096,V=128256", "128x128x32x3/2x2", 4096, 45.0}, Measured{"D=4096,V=128256", "128x256x64x3/2x4", 4096, 42.3},
-          Measured{"D=2048,V=151936,dtype=fp32", "64x128x32x3/2x2", 4096, 201.9}}) {
+          Measured{"D=2048,V=151936,dtype=fp32", "64x128x32x3/2x2", 4096, 201.9},
+          Measured{"D=2048,V=151936", "128x256x64x3/2x4", 4096, 22.0, 0.5}, Measured{"D=2048,V=151936", "128x256x64x3/2x4", 4096, 18.1, 1},
+          Measured{"D=4096,V=128256", "128x256x64x3/2x4", 4096, 31.1, 1}}) {
         const Spec spec = parse_spec(m.spec);
         const Plan plan =
-            parse_plan(fmt::format("cuda_sm80:recompute,chunk=16384,scratch=67108864,forward={0},dlogits={0},grad_hidden={0},"
+            parse_plan(fmt::format("cuda_sm80:{1},chunk=16384,scratch=67108864,forward={0},dlogits={0},grad_hidden={0},"
                                    "grad_weight={0},raster=8",
-                                   m.tile));
-        const double seconds = estimate_forward(spec, h100, plan, m.tokens).seconds + estimate_backward(spec, h100, plan, m.tokens).seconds;
+                                   m.tile, m.retained > 0 ? "retain" : "recompute"));
+        const double seconds = estimate_forward(spec, h100, plan, m.tokens, m.retained).seconds +
+                               estimate_backward(spec, h100, plan, m.tokens, m.retained).seconds;
         EXPECT_NEAR(1e3 * seconds, m.ms, 0.15 * m.ms) << m.spec << ' ' << m.tile;
     }
 }
@@ -109,12 +113,22 @@ TEST(Planner, Reasons_SayWhatIsMeasuredAndWhatIsGuessed) {
     const Spec spec = parse_spec("D=2048,V=151936");
     for (const char* name : {"sm_80", "sm_89", "b200", "sm_110", "rtx 5090", "h100", "h200"}) {
         const Device device = describe_device(name);
-        const std::string line = plan_reasons(spec, device, choose_plan(spec, device)).front();
+        const std::string line = plan_reasons(spec, device, choose_plan(spec, device)).at(1);
         const bool measured = name[0] == 'h';
         EXPECT_EQ(has_measured_rates(device), measured);
         EXPECT_EQ(line.find("as measured on H100 and H200") != std::string::npos, measured) << line;
         EXPECT_EQ(line.find("guessed: ") != std::string::npos, !measured) << line;
     }
+}
+
+TEST(Planner, Reasons_SayWhichPathAndWhyItIsNotTheGpusOwn) {
+    const auto said = [](const char* spec, const char* name) {
+        const Device device = describe_device(name);
+        return plan_reasons(parse_spec(spec), device, choose_plan(parse_spec(spec), device)).front();
+    };
+    EXPECT_EQ(said("D=2048,V=151936", "gh200"), "cuda_sm90a: kernels of wgmma, made for sm_90a");
+    EXPECT_EQ(said("D=2048,V=151936", "spark"), "cuda_sm80: kernels of mma.sync, for every GPU; none are made for sm_121 alone");
+    EXPECT_THAT(said("D=2048,V=151936,dtype=fp32", "h100"), testing::AllOf(testing::StartsWith("cuda_sm80: "), testing::HasSubstr("fp32")));
 }
 
 // Where wide tiles have no room: narrow ones of the quicker path, and not the other path's wide ones.
