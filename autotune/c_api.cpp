@@ -1,4 +1,7 @@
 // The C ABI's flce_tune.
+#include <algorithm>
+#include <iterator>
+
 #include "flce/flce.h"
 #include "flce/tune.hpp"
 #include "runtime/c_api_call.hpp"
@@ -15,6 +18,7 @@ TuneOptions tune_options_of(const char* json) {
     for (const std::string& path : given.texts("hf_configs")) {
         for (const Spec& spec : read_hf_config(path)) options.specs.push_back(spec.normalized());
     }
+    if (given.flag("all_layers", false)) std::ranges::copy(well_known_layers(), std::back_inserter(options.specs));
     options.num_tokens = given.integers("num_tokens");
     options.session.device = given.text("device");
     options.session.cache_dir = given.text("cache_dir");

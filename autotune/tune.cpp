@@ -1,5 +1,9 @@
 #include "flce/tune.hpp"
 
+#include <fmt/format.h>
+
+#include <array>
+
 #include "autotune/tune_json.hpp"
 #include "autotune/tune_worker.hpp"
 #include "autotune/tuner.hpp"
@@ -25,6 +29,22 @@ TunedLayer layer_of(const Tuned& tuned) {
 }
 
 }  // namespace
+
+std::vector<Spec> well_known_layers() {
+    constexpr std::array kLayers = {
+        "D=2048,V=151936",             // Qwen3-1.7B
+        "D=4096,V=128256",             // Llama-3-8B
+        "D=2304,V=256000,softcap=30",  // Gemma-2-2B
+        "D=2048,V=128256",             // Llama-3.2-1B
+        "D=3584,V=152064",             // Qwen2.5-7B
+        "D=4096,V=32000",              // Mistral-7B
+        "D=7168,V=129280",             // DeepSeek-V3
+        "D=768,V=50257",               // GPT-2
+    };
+    std::vector<Spec> specs;
+    for (const char* layer : kLayers) specs.push_back(parse_spec(fmt::format("{},dtype=bf16", layer)).normalized());
+    return specs;
+}
 
 TuneReport tune(const TuneOptions& options, const TuneListener& listener) {
     if (options.specs.empty()) throw ArgumentError("specs are empty: tune needs at least one");

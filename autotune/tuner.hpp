@@ -47,6 +47,7 @@ public:
 
     /// Tunes layer after layer. An error of one layer does not keep the others from it.
     void run();
+    [[nodiscard]] const Device& device() const noexcept { return session_.device(); }
     [[nodiscard]] const std::vector<Tuned>& tuned() const { return tuned_; }
     [[nodiscard]] const std::vector<UntunedLayer>& untuned() const { return untuned_; }
 

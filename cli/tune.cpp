@@ -75,7 +75,7 @@ int run_tuner(const TuneFlags& flags) {
     if (flags.json) print_json(tune_report_json(tuner));
     std::vector<NamedRecord> records;
     for (const Tuned& tuned : tuner.tuned()) records.push_back(named(tuned));
-    write_html(flags, records);
+    write_report(flags, records, &tuner.device());
     for (const UntunedLayer& item : tuner.untuned()) {
         fmt::print(stderr, "flce: error: {} at {} tokens is not tuned: {}\n", item.spec.text(), item.num_tokens, item.why);
     }
@@ -103,7 +103,12 @@ int compile_only(const TuneFlags& flags) {
     return result.failed == 0 ? kDone : kFailedCheck;
 }
 
-int tune(const TuneFlags& flags) {
+int tune(TuneFlags flags) {
+    if (!flags.report.empty()) {
+        if (flags.report.extension() != ".json")
+            throw UsageError("--report names a .json file; the page beside it has its name with .html");
+        flags.report = output_file("--report", flags.report);
+    }
     if (flags.compile_only) return compile_only(flags);
     if (!flags.diff.empty()) return diff_records(flags);
     if (!flags.merge.empty()) return merge_records(flags);
@@ -117,6 +122,7 @@ void add_layer_options(CLI::App& command, TuneFlags& flags) {
         .add_option("--hf-config", flags.hf_configs,
                     "a model's config.json; tied weights are two layers, gradient added and written; may be repeated")
         ->take_all();
+    command.add_flag("--all-layers", flags.all_layers, "the bf16 layers of the eight models whose records ship with flce");
     command
         .add_option("--num-tokens,-N", flags.num_tokens,
                     "rows of hidden, rounded to the nearest of 64, 256, 1024, 2048, … 65536; may be repeated (default: 4096)")
@@ -167,7 +173,9 @@ const CLI::Option* add_record_options(CLI::App& command, TuneFlags& flags) {
     CLI::Option* merge = command.add_option("--merge", flags.merge, "merge records: files, or directories of them")->expected(1, -1);
     command.add_option("--out", flags.out, "where --merge writes: a .json file or a directory (a measured record goes to --records-dir)")
         ->needs(merge);
-    command.add_option("--html", flags.html, "write a report of what was tuned, or of --show's records, to this file");
+    command.add_option(
+        "--report", flags.report,
+        "write what was tuned, or --show's records, to this .json file, which --show and --merge read, and as a page beside it");
     command.add_flag("--json", flags.json, "one JSON object on stdout");
     return show;
 }
@@ -183,7 +191,8 @@ void add_tune(CLI::App& app, Action& action) {
         "measured is kept,\nso a second run measures only what is new. Sessions take the best plan of the record whose number of tokens is "
         "nearest.\n\n"
         "Examples:\n  flce tune --spec D=4096,V=128256,dtype=bf16 --num-tokens 4096 --num-tokens 8192\n"
-        "  flce tune --hf-config Qwen3-1.7B/config.json --budget-s 30 --html report.html\n"
+        "  flce tune --hf-config Qwen3-1.7B/config.json --budget-s 30\n"
+        "  flce tune --all-layers --report my-gpu.json\n"
         "  flce tune --show ~/.cache/flce/records\n  flce tune --diff before.json after.json\n  flce tune --merge node1/ node2/ --out "
         "team/");
     add_layer_options(*command, *flags);

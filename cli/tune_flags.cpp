@@ -1,5 +1,7 @@
 #include "cli/tune_flags.hpp"
 
+#include <algorithm>
+#include <iterator>
 #include <sstream>
 
 #include "autotune/tune_worker.hpp"
@@ -15,7 +17,8 @@ std::vector<Spec> specs_of(const TuneFlags& flags) {
     for (const auto& path : flags.hf_configs) {
         for (const Spec& spec : read_hf_config(path)) specs.push_back(spec.normalized());
     }
-    if (specs.empty()) throw UsageError("tune needs at least one --spec or --hf-config (or --show, --diff, --merge)");
+    if (flags.all_layers) std::ranges::copy(well_known_layers(), std::back_inserter(specs));
+    if (specs.empty()) throw UsageError("tune needs at least one --spec or --hf-config, or --all-layers (or --show, --diff, --merge)");
     return specs;
 }
 

@@ -13,6 +13,7 @@ namespace flce::cli {
 struct TuneFlags {
     std::vector<std::string> specs;
     std::vector<std::filesystem::path> hf_configs;
+    bool all_layers = false;
     std::vector<std::int64_t> num_tokens;
     SessionFlags session;
     std::string limit;
@@ -30,11 +31,11 @@ struct TuneFlags {
     bool json = false;
     bool shows = false;
     std::vector<std::filesystem::path> show, diff, merge;
-    std::filesystem::path out, html;
+    std::filesystem::path out, report;
     std::vector<std::string> worker;  ///< a program and its arguments in place of this program's worker; for tests
     bool always_graphs = false;       ///< for tests
 
-    /// Options from --spec, --hf-config and the others, specs normalized. Throws UsageError where there is no spec, SpecError, PlanError.
+    /// Options from --spec, --hf-config, --all-layers and the others, specs normalized. Throws UsageError where there is no spec, SpecError, PlanError.
     [[nodiscard]] TuneOptions options() const;
     /// Processes of this program, or of the one that --worker names.
     [[nodiscard]] TunerWorkers workers() const;

@@ -15,11 +15,17 @@ std::filesystem::path user_directory(const TuneFlags& flags) {
 
 }  // namespace
 
-void write_html(const TuneFlags& flags, const std::vector<NamedRecord>& records) {
-    if (flags.html.empty()) return;
-    std::ofstream file(flags.html, std::ios::binary | std::ios::trunc);
-    file << html_report(records);
-    if (!file.flush()) throw EnvironmentError(fmt::format("{} cannot be written", flags.html.string()));
+void write_report(const TuneFlags& flags, const std::vector<NamedRecord>& records, const Device* tuned) {
+    if (flags.report.empty()) return;
+    const auto write = [](const std::filesystem::path& path, const std::string& text) {
+        std::ofstream file(path, std::ios::binary | std::ios::trunc);
+        file << text;
+        if (!file.flush()) throw EnvironmentError(fmt::format("{} cannot be written", path.string()));
+    };
+    Json about{{"flce", version()}};
+    if (tuned != nullptr) about["device"] = Json::parse(tuned->json());
+    write(flags.report, records_report(records, about.dump()));
+    write(std::filesystem::path(flags.report).replace_extension(".html"), html_report(records));
 }
 
 int show_records(const TuneFlags& flags) {
@@ -28,7 +34,7 @@ int show_records(const TuneFlags& flags) {
     std::error_code error;
     if (paths.empty() && std::filesystem::exists(directory, error)) paths.push_back(directory);  // it is made when something is measured
     const auto records = read_records(paths);
-    write_html(flags, records);
+    write_report(flags, records, nullptr);
     if (flags.json) {
         Json list = Json::array();
         for (const NamedRecord& record : records) list.push_back(record_summary(record));

@@ -8,8 +8,8 @@
 
 namespace flce::cli {
 
-/// Writes --html, where it was asked for.
-void write_html(const TuneFlags& flags, const std::vector<NamedRecord>& records);
+/// Writes --report and the page beside it, where they were asked for. `tuned`: the device that was measured now; null: none.
+void write_report(const TuneFlags& flags, const std::vector<NamedRecord>& records, const Device* tuned);
 
 // Actions of flce tune on records. Each returns an exit code.
 [[nodiscard]] int show_records(const TuneFlags& flags);

@@ -3,6 +3,10 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <fstream>
+#include <iterator>
+#include <nlohmann/json.hpp>
+#include <optional>
 #include <utility>
 
 #include "flce/error.hpp"
@@ -27,7 +31,37 @@ void add_file(std::vector<NamedRecord>& records, const std::filesystem::path& fi
     }
 }
 
+constexpr int kReport = 1;
+constexpr std::size_t kMaxReportBytes = std::size_t{64} << 20;
+
+/// The records of a report; std::nullopt for a text that is none. Throws ArgumentError for one that holds something else than records.
+std::optional<std::vector<NamedRecord>> read_report(const std::filesystem::path& path) {
+    std::error_code error;
+    const std::uintmax_t bytes = std::filesystem::is_regular_file(path, error) ? std::filesystem::file_size(path, error) : 0;
+    if (error || bytes == 0 || bytes > kMaxReportBytes) return std::nullopt;
+    std::ifstream file(path, std::ios::binary);
+    const nlohmann::json report = nlohmann::json::parse(file, nullptr, /*allow_exceptions=*/false);
+    if (!report.is_object() || !report.contains("report")) return std::nullopt;
+    const auto fail = [&](const std::string& why) { return ArgumentError(fmt::format("{}: {}", path.string(), why)); };
+    if (report.at("report") != kReport) throw fail(fmt::format("a report of another kind than {}", kReport));
+    if (!report.contains("records") || !report.at("records").is_array()) throw fail("a report without a list of records");
+    std::vector<NamedRecord> records;
+    for (const nlohmann::json& each : report.at("records")) {
+        std::string why;
+        auto record = parse_record(each.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace), why);
+        if (!record) throw fail(fmt::format("record {}: {}", records.size() + 1, why));
+        records.push_back({path.string(), std::move(*record)});
+    }
+    return records;
+}
+
 }  // namespace
+
+std::string records_report(const std::vector<NamedRecord>& records, std::string_view about) {
+    std::string list;
+    for (const NamedRecord& named : records) list += (list.empty() ? "" : ",\n") + record_text(named.record);
+    return fmt::format("{{\"report\": {}, \"about\": {},\n\"records\": [\n{}]}}\n", kReport, about, list);
+}
 
 std::vector<NamedRecord> read_records(const std::vector<std::filesystem::path>& paths) {
     namespace fs = std::filesystem;
@@ -36,6 +70,10 @@ std::vector<NamedRecord> read_records(const std::vector<std::filesystem::path>& 
     for (const fs::path& path : paths) {
         std::error_code error;
         if (!fs::is_directory(path, error)) {
+            if (auto report = read_report(path)) {
+                std::ranges::move(*report, std::back_inserter(records));
+                continue;
+            }
             auto record = read_record_file(path, why);
             if (!record) throw ArgumentError(fmt::format("{}: {}", path.string(), why.empty() ? "there is no such file" : why));
             records.push_back({path.string(), std::move(*record)});

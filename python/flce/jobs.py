@@ -28,6 +28,7 @@ def tune(
     specs: Spec | Iterable[Spec] = (),
     *,
     hf_configs: Path | Iterable[Path] = (),
+    all_layers: bool = False,
     num_tokens: int | Iterable[int] = (),
     device: str = "",
     workspace_limit_bytes: int = 0,
@@ -48,11 +49,12 @@ def tune(
     stop: Stop | None = None,
 ) -> dict[str, Any]:
     """Measures plans of output layers on this machine's device and keeps the best in tuning records (docs/tuning.md). It takes at most
-    `budget_s` seconds for each spec and number of tokens. Ctrl-C keeps what has been measured and raises KeyboardInterrupt. A layer that
+    `budget_s` seconds for each spec and number of tokens. `all_layers`: also the bf16 layers of eight well-known models. Ctrl-C keeps what has been measured and raises KeyboardInterrupt. A layer that
     cannot be tuned is in the result's "errors"."""
     options = {
         "specs": _specs(specs),
         "hf_configs": _paths("hf_configs", hf_configs),
+        "all_layers": all_layers,
         "num_tokens": _several("num_tokens", num_tokens),
         "device": device,
         "workspace_limit_bytes": workspace_limit_bytes,

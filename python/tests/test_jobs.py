@@ -60,6 +60,12 @@ def test_tune_small_layer_says_what_the_command_says(command: str, tmp_path: Pat
     assert (again["best_plan"], again["record"], again["measured"]) == (result["best_plan"], result["record"], 0)
 
 
+def test_tune_takes_the_layers_of_well_known_models(command: str, tmp_path: Path) -> None:
+    seen: list[dict[str, object]] = []
+    flce.tune(all_layers=True, **small_tuning(tmp_path), progress=seen.append, stop=lambda: bool(seen))
+    assert str(seen[0]["spec"]).startswith("D=2048,V=151936")
+
+
 def test_prewarm_then_missing_agree_with_the_command(command: str, tmp_path: Path) -> None:
     arguments = {"devices": [CPU], "cache_dir": tmp_path / "cache"}
     before = flce.missing(SPEC, **arguments)

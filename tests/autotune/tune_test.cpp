@@ -91,5 +91,16 @@ TEST_F(TuneCall, CommandThatIsNoneOrAnother_SaysSo) {
     EXPECT_FALSE(std::filesystem::exists(options().records_dir));
 }
 
+// The layers whose records ship, in the order of tools/tune_models.sh, which measures them.
+TEST(WellKnownLayers, AreThoseThatTheScriptMeasures) {
+    std::ifstream file(FLCE_SOURCE_DIR "/tools/tune_models.sh");
+    std::vector<Spec> measured;
+    for (std::string line; std::getline(file, line);) {
+        const std::size_t at = line.find(" D=");
+        if (at != std::string::npos) measured.push_back(parse_spec(line.substr(at + 1)).normalized());
+    }
+    EXPECT_EQ(well_known_layers(), measured);
+}
+
 }  // namespace
 }  // namespace flce

@@ -426,8 +426,33 @@ TEST_F(FlceTuneRecords, FilesOfSeveralNodes_AreOneRecord) {
     EXPECT_EQ(read_record_file(stem + ".json", why), merged(*one, *other)) << why;
 }
 
-TEST_F(FlceTuneRecords, Html_OnePageWithNothingFromElsewhere) {
-    EXPECT_EQ(run({"--show", records_.path().string(), "--html", records_ / "report.html"}).exit_code, 0);
+TEST_F(FlceTuneRecords, Report_IsOneFileThatShowAndMergeRead) {
+    EXPECT_EQ(run({"--show", records_ / "a.json", records_ / "b.json", "--report", records_ / "both.json"}).exit_code, 0);
+    EXPECT_EQ(run({"--show", records_ / "both.json", "--json"}).json().at("records").size(), 2U);
+    std::string why;
+    const auto merged_record = [&](const std::vector<std::string>& from) {
+        std::vector<std::string> arguments{"--merge"};
+        arguments.insert(arguments.end(), from.begin(), from.end());
+        arguments.insert(arguments.end(), {"--out", records_ / "out.json"});
+        EXPECT_EQ(run(arguments).exit_code, 0);
+        return read_record_file(records_ / "out.json", why);
+    };
+    const auto merged = merged_record({records_ / "a.json", records_ / "b.json"});
+    ASSERT_TRUE(merged) << why;
+    EXPECT_EQ(merged_record({records_ / "both.json"}), merged);
+    EXPECT_EQ(merged_record({records_ / "both.json", records_ / "both.json"}), merged) << "of two reports a time counts once";
+    EXPECT_EQ(run({"--show", records_ / "a.json", "--report", records_ / "report.html"}).exit_code, 2);
+
+    nlohmann::json broken = nlohmann::json::parse(read_text(records_ / "both.json"));
+    broken.at("records").at(1).erase("candidates");
+    std::ofstream(records_ / "broken.json") << broken.dump();
+    const ProcessResult refused = run({"--show", records_ / "broken.json"});
+    EXPECT_EQ(refused.exit_code, 2);
+    EXPECT_THAT(refused.err, HasSubstr("record 2: the record has no \"candidates\""));
+}
+
+TEST_F(FlceTuneRecords, Report_HasAPageWithNothingFromElsewhere) {
+    EXPECT_EQ(run({"--show", records_.path().string(), "--report", records_ / "report.json"}).exit_code, 0);
     const std::string html = read_text(records_ / "report.html");
     EXPECT_THAT(html, AllOf(HasSubstr("<svg"), HasSubstr("memory beyond inputs"), HasSubstr("class=\"best\""),
                             HasSubstr("no answer in 3 s"), HasSubstr("&lt;b&gt;&amp;&quot;hung&quot;"), HasSubstr("</html>")));

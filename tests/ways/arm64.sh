@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Tries what `make wheel-arm64` made on another machine, with qemu: arm64.sh CHECKOUT BUILD_TREE WORK_FOLDER. BUILD_TREE is this machine's,
-# whose command makes the packs. Prints how many cases passed.
+# Tries what `make wheel-arm64` made on another machine, and test_cpu and test_matrix of the same build, with qemu: arm64.sh CHECKOUT
+# BUILD_TREE WORK_FOLDER. BUILD_TREE is this machine's, whose command makes the packs. Prints how many cases passed.
 set -euo pipefail
 checkout=$(realpath "${1:?usage: arm64.sh CHECKOUT BUILD_TREE WORK_FOLDER}")
 tree=$(realpath "${2:?usage: arm64.sh CHECKOUT BUILD_TREE WORK_FOLDER}")
@@ -35,8 +35,6 @@ fi
 unset FLCE_NO_DISK_CACHE FLCE_CACHE_PACKS FLCE_NVRTC FLCE_STRICT
 
 # ── Tests of the CPU backend, and a sample of the matrix of options, dtypes and layouts.
-(cd "$checkout" && quietly tools/configure.sh dist-aarch64 -DFLCE_BUILD_TESTS=ON &&
-    quietly cmake --build --preset dist-aarch64 --target test_cpu test_matrix)
 export FLCE_TEST_LEVEL=quick FLCE_TEST_CACHE=$work/arm64-kernels
 export GTEST_TOTAL_SHARDS=1 GTEST_SHARD_INDEX=0
 (cd "$work" && quietly "${emulated[@]}" "$checkout/build-dist-aarch64/bin/test_cpu" '--gtest_filter=-*Gpu*')

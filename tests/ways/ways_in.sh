@@ -122,7 +122,8 @@ case $way in
         ;;
     arm64)
         clone "$work/clone"
-        in_clone .tools make wheel-arm64
+        in_clone .tools bash -euc 'make wheel-arm64 && tools/configure.sh dist-aarch64 -DFLCE_BUILD_TESTS=ON &&
+            cmake --build --preset dist-aarch64 --target test_cpu test_matrix'
         mkdir -p "$work/clone/.tools"
         ln -sfn "$root"/.tools/* "$work/clone/.tools/"
         "$root/tests/ways/arm64.sh" "$work/clone" "$tree" "$work"
