@@ -49,8 +49,8 @@ def tune(
     stop: Stop | None = None,
 ) -> dict[str, Any]:
     """Measures plans of output layers on this machine's device and keeps the best in tuning records (docs/tuning.md). It takes at most
-    `budget_s` seconds for each spec and number of tokens. `all_layers`: also the bf16 layers of eight well-known models. Ctrl-C keeps what has been measured and raises KeyboardInterrupt. A layer that
-    cannot be tuned is in the result's "errors"."""
+    `budget_s` seconds for each spec and number of tokens. `all_layers`: also the bf16 layers of eight well-known models. Ctrl-C keeps what
+    has been measured and raises KeyboardInterrupt. A layer that cannot be tuned is in the result's "errors"."""
     options = {
         "specs": _specs(specs),
         "hf_configs": _paths("hf_configs", hf_configs),
