@@ -5,8 +5,9 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 # The steps of one command run in order; each uses every core by itself.
 .NOTPARALLEL:
-.PHONY: help setup setup-python setup-dist setup-arm64 build build-tests build-and-fetch demo demo-pipeline demo-engine test test-full test-nightly \
-        test-release test-sanitize test-install test-torch-versions bench lint format dist dist-tests dist-arm64 wheel wheel-arm64 clean
+.PHONY: help setup setup-python setup-dist setup-arm64 build build-tests build-and-fetch demo demo-pipeline demo-engine test test-full \
+        test-nightly test-release test-sanitize test-install test-torch-versions bench lint format dist dist-tests dist-arm64 wheel \
+        wheel-arm64 clean
 
 JOBS ?= $(shell nproc)
 # Warnings are errors where CI is set; elsewhere a newer compiler's new warning must not stop anyone.

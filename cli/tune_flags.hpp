@@ -35,7 +35,8 @@ struct TuneFlags {
     std::vector<std::string> worker;  ///< a program and its arguments in place of this program's worker; for tests
     bool always_graphs = false;       ///< for tests
 
-    /// Options from --spec, --hf-config, --all-layers and the others, specs normalized. Throws UsageError where there is no spec, SpecError, PlanError.
+    /// Options from --spec, --hf-config, --all-layers and the others, specs normalized. Throws UsageError where there is no spec,
+    /// SpecError, PlanError.
     [[nodiscard]] TuneOptions options() const;
     /// Processes of this program, or of the one that --worker names.
     [[nodiscard]] TunerWorkers workers() const;

@@ -1,6 +1,7 @@
 # Links of a portable build (FLCE_PORTABLE, tools/dist.sh): the result runs on systems older than the one that makes it, and leaves a
 # program's own libraries alone. tools/portable_inputs.sh makes FLCE_PORTABLE_INPUTS.
-set(FLCE_PORTABLE_INPUTS ${CMAKE_SOURCE_DIR}/.tools/portable-${CMAKE_SYSTEM_PROCESSOR} CACHE PATH "Folder that tools/portable_inputs.sh made")
+set(FLCE_PORTABLE_INPUTS ${CMAKE_SOURCE_DIR}/.tools/portable-${CMAKE_SYSTEM_PROCESSOR}
+  CACHE PATH "Folder that tools/portable_inputs.sh made")
 if(NOT EXISTS ${FLCE_PORTABLE_INPUTS}/link/libc.so)
   message(FATAL_ERROR "FLCE_PORTABLE needs ${FLCE_PORTABLE_INPUTS}, which tools/setup.sh --dist makes")
 endif()

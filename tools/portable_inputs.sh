@@ -120,10 +120,11 @@ mkdir -p "$work/glibc/${loader%/*}" "$work/glibc/lib/$machine-linux-gnu"
 cp -L "${glibc_libraries[@]}" "$work/glibc/lib/$machine-linux-gnu/"
 cp -L "$system/${loader##*/}" "$work/glibc/$loader"
 
-# Headers and archives are those that tools/setup.sh installs where the machine builds for itself. LLVM's CMake package looks for its tools.
+# Headers and archives are those that tools/setup.sh installs where a machine builds for itself. LLVM's CMake package looks for its tools.
 if [[ $machine != "$native" ]]; then
     mkdir "$work/sysroot" "$work/debs/sysroot"
-    (cd "$work/debs/sysroot" && apt download {libc6,libstdc++6,libgcc-s1,libc6-dev,linux-libc-dev,libfmt{9,-dev},libspdlog{1.10,-dev}}/bookworm \
+    (cd "$work/debs/sysroot" && apt download {libc6,libstdc++6,libgcc-s1,libc6-dev,linux-libc-dev}/bookworm \
+        {libfmt9,libfmt-dev,libspdlog1.10,libspdlog-dev}/bookworm \
         {nlohmann-json3-dev,libcli11-dev,libzstd{1,-dev},libxxhash-dev,libssl-dev,libcurl4-openssl-dev,libhiredis-dev,zlib1g-dev}/bookworm \
         {libgtest-dev,libgmock-dev,libdlpack-dev,libllvm19,llvm-19{,-dev,-tools,-linker-tools}}/bookworm) || fail
     for deb in "$work"/debs/sysroot/*.deb; do dpkg -x "$deb" "$work/sysroot"; done

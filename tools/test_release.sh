@@ -43,7 +43,8 @@ shown=$("${tool}nm" -D --defined-only "$library" | awk '{ print $3 }' | grep -vE
 rest=$(find "$tree/lib" -maxdepth 1 -name '*.so*' ! -name 'libflce.so*' ! -name libflce_internals.so)
 [[ -z $rest ]] || fail "lib holds libraries that would replace a program's own:" "$rest"
 cmake -G Ninja -S "$tree/examples/minimal" -B "$work/minimal" -DCMAKE_BUILD_TYPE=Release -DCMAKE_PREFIX_PATH="$tree" \
-    -DCMAKE_FIND_USE_PACKAGE_REGISTRY=OFF "${toolchain[@]}" >"$work/log" && cmake --build "$work/minimal" >>"$work/log" || fail "$(cat "$work/log")"
+    -DCMAKE_FIND_USE_PACKAGE_REGISTRY=OFF "${toolchain[@]}" >"$work/log" &&
+    cmake --build "$work/minimal" >>"$work/log" || fail "$(cat "$work/log")"
 for name in minimal_cpp minimal_c; do
     FLCE_CACHE_DIR=$work/cache FLCE_DEVICE=cpu "${run[@]}" "$work/minimal/$name" >"$work/log" ||
         fail "$name of the examples failed:" "$(cat "$work/log")"

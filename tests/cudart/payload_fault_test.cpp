@@ -60,7 +60,8 @@ protected:
         compile_cuda_kernel(request_of(FakeGpu::driver()->device(0)), cache);
     }
 
-    /// Writes payloads of that kind, host objects of this machine alone, anew, spoilt, as sound entries: `most` of them. How many there are.
+    /// Writes payloads of that kind (of host objects this machine's alone) anew, spoilt, as sound entries: `most` of them. How many there
+    /// are.
     int spoil(const std::string& kind, const Spoil& spoil, int most = 100) const {
         DiskStore store(folder_.path());
         std::string why;

@@ -36,7 +36,8 @@ struct TuneOptions {
     std::filesystem::path command{};
 };
 
-/// Output layers in bf16 of the eight models whose records ship with the library, gradient written: a tour of a GPU that nobody has measured.
+/// Output layers in bf16 of the eight models whose records ship with the library, gradient written: a tour of a GPU that nobody has
+/// measured.
 [[nodiscard]] std::vector<Spec> well_known_layers();
 
 /// How far the search of one layer is.

@@ -57,8 +57,8 @@ struct Device {
 
 /// A Device from its name: an architecture ("sm_80", "sm_90a", "sm_100a", "sm_120"; "sm_90" means sm_90a, "sm_100" sm_100a), a product
 /// ("NVIDIA H200", "h100", "a100"), an x86-64 level ("x86-64", "x86-64-v3", "x86-64-v4"), "aarch64", or an LLVM CPU name known to have
-/// those features ("znver4", "neoverse-v2"). Case does not matter. Throws EnvironmentError with the name that is nearest, or all of them where none is near. "cpu",
-/// "native" and "cuda[:i]" are the runtime's to resolve, not this function's.
+/// those features ("znver4", "neoverse-v2"). Case does not matter. Throws EnvironmentError with the name that is nearest, or all of them
+/// where none is near. "cpu", "native" and "cuda[:i]" are the runtime's to resolve, not this function's.
 [[nodiscard]] Device describe_device(std::string_view name);
 [[nodiscard]] std::vector<std::string> known_device_names();
 
