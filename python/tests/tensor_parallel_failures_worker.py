@@ -181,6 +181,8 @@ def tokens_that_do_not_divide() -> None:
     for tokens in (TOKENS // 2, TOKENS // 2 - 1):
         given = {**usual(layer), "hidden": layer.hidden[:tokens], "target": target, "sequence_parallel": True}
         refused_by_all(given, flce.ShapeError, f"target has shape [{TOKENS - 1}]", f"it must be [{tokens * dist.get_world_size()}]")
+    given = {**usual(layer), "hidden": layer.hidden[0], "target": layer.target[0], "sequence_parallel": True}
+    refused_by_all(given, flce.ShapeError, f"hidden has shape [{layer.hidden.shape[1]}]", "at least one dimension of tokens")
 
 
 # ── Groups ──────────────────────────────────────────

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -118,6 +119,25 @@ def test_explain_finds_no_graph_break(device: str) -> None:
     assert found.graph_break_count == 0
     names = [str(node.target) for graph in found.graphs for node in graph.graph.nodes if node.op == "call_function"]
     assert any("flce.linear_cross_entropy" in name for name in names)
+
+
+def test_a_buffer_for_the_weights_gradient_is_refused_by_name(device: str) -> None:
+    torch._dynamo.reset()
+    problem = make_problem(device)
+    compiled = torch.compile(flce.linear_cross_entropy, fullgraph=True, backend="eager")
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="grad_weight_out is for eager mode"):
+        compiled(problem.hidden, problem.weight, problem.target, grad_weight_out=torch.zeros_like(problem.weight))
+
+
+def test_an_import_of_dtensors_compiles_nothing_again(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("eager")
+    compiled = torch.compile(flce.linear_cross_entropy, fullgraph=True, backend=counter)
+    problem = make_problem(device, bias=True)
+    compiled(problem.hidden, problem.weight, problem.target, **problem.options)
+    monkeypatch.delitem(sys.modules, "torch.distributed.tensor", raising=False)
+    compiled(problem.hidden, problem.weight, problem.target, **problem.options)
+    assert counter.frame_count == 1
 
 
 def test_compile_with_autocast_and_packed_sequences(device: str) -> None:

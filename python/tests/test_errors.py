@@ -22,13 +22,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import make_problem
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import flce
 from flce import errors
+from flce.call import _arguments
 from flce.core import _native
 from flce.trl import _own
 
@@ -45,6 +46,7 @@ def call(device: str = "cpu", **changes: Any) -> Any:
     ("changes", "kind", "message"),
     [
         ({"hidden": torch.zeros(37, 32)}, flce.ShapeError, r"hidden has shape \[37, 32\].*hidden_size, 24"),
+        ({"hidden": torch.zeros(())}, flce.ShapeError, r"hidden has shape \[\]; its last dimension must be weight's hidden_size, 24"),
         ({"hidden": torch.zeros(36, 24)}, flce.ShapeError, r"target has shape \[37\].*\[36\]"),
         ({"hidden": torch.zeros(37, 24, dtype=torch.float64)}, flce.DTypeError, r"hidden has dtype torch.float64; allowed"),
         ({"hidden": torch.zeros(37, 24, dtype=torch.long)}, flce.DTypeError, r"hidden has dtype"),
@@ -80,6 +82,11 @@ def call(device: str = "cpu", **changes: Any) -> Any:
         ({"num_valid_tokens": torch.ones(2)}, flce.ShapeError, r"num_valid_tokens has shape \[2\]"),
         ({"num_valid_tokens": torch.ones((), device="meta")}, flce.PlacementError, r"num_valid_tokens is on meta"),
         ({"num_valid_tokens": 3, "reduction": "sum"}, flce.ArgumentError, r"num_valid_tokens.*only 'mean'"),
+        (
+            {"num_valid_tokens": 3, "class_weight": torch.ones(101), "z_loss": 0.1},
+            flce.ArgumentError,
+            r"num_valid_tokens is given with class_weight and z_loss=0\.1: the mean divides",
+        ),
         ({"shift": -1}, flce.ArgumentError, r"shift is -1"),
         ({"shift": 1, "cu_seqlens": torch.zeros(3)}, flce.ArgumentError, r"cu_seqlens has shape \[3\] and dtype"),
         ({"shift": 1, "cu_seqlens": torch.zeros(3, dtype=torch.long, device="meta")}, flce.PlacementError, r"cu_seqlens is on meta"),
@@ -94,6 +101,7 @@ def call(device: str = "cpu", **changes: Any) -> Any:
         ({"retain_in_grad_weight": 1}, flce.ArgumentError, r"retain_in_grad_weight is 1; allowed are True, False and None"),
         ({"grad_weight_out": torch.zeros(3, 24)}, flce.ShapeError, r"grad_weight_out has shape"),
         ({"grad_weight_out": torch.zeros(101, 24, dtype=torch.bfloat16)}, flce.DTypeError, r"grad_weight_out has dtype"),
+        ({"grad_weight_out": torch.zeros(101, 24, requires_grad=True)}, flce.ArgumentError, r"grad_weight_out requires a gradient"),
         (
             {"grad_weight_out": torch.zeros(24, 101).t()},
             flce.ArgumentError,
@@ -191,11 +199,15 @@ def test_what_a_head_is_called_with() -> None:
             head(problem.hidden, labels=problem.target, **{name: 0})
 
 
-@pytest.mark.parametrize("shape", [(), (1,), (1, 1), (1, 1, 1)])
-def test_a_count_is_any_tensor_of_one_element(device: str, shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [((), torch.int64), ((1,), torch.int32), ((1, 1), torch.float32), ((1, 1, 1), torch.float64), ((), torch.bfloat16)],
+    ids=str,
+)
+def test_a_count_is_any_tensor_of_one_element(device: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     problem = make_problem(device)
     given = (problem.hidden, problem.weight, problem.target)
-    loss = flce.linear_cross_entropy(*given, num_valid_tokens=torch.full(shape, 7, device=device))
+    loss = flce.linear_cross_entropy(*given, num_valid_tokens=torch.full(shape, 7, dtype=dtype, device=device))
     right = flce.linear_cross_entropy(*given, num_valid_tokens=7)
     assert torch.equal(loss, right)
     assert torch.equal(torch.autograd.grad(loss, problem.hidden)[0], torch.autograd.grad(right, problem.hidden)[0])
@@ -405,15 +417,42 @@ def test_a_number_of_tokens_beside_class_weights_is_the_divisor_of_cross_entropi
     torch.testing.assert_close(call(class_weight=class_weight, num_valid_tokens=4), added / 4)
 
 
-@pytest.mark.parametrize("name", ["hidden", "weight", "target"])
-def test_a_tensor_that_lies_over_ranks_is_refused_without_a_group(name: str) -> None:
+LAYER_TENSORS = {"hidden": HIDDEN, "weight": WEIGHT, "target": TARGET}
+WHOLE: dict[str, dict[str, Tensor]] = {  # tensors of a call that may not lie over ranks, by its function's name
+    "linear_cross_entropy": {**LAYER_TENSORS, "bias": torch.zeros(20), "class_weight": torch.ones(20)},
+    "linear_topk_distillation": {**LAYER_TENSORS, **TEACHER},
+}
+
+
+@pytest.mark.parametrize(("function", "name"), [(function, name) for function, given in WHOLE.items() for name in given])
+def test_a_tensor_that_lies_over_ranks_is_refused_without_a_group(function: str, name: str) -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        given = vars(make_problem("cpu"))[name].detach()
+        given = WHOLE[function]
+        over_ranks = DTensor.from_local(given[name], init_device_mesh("cpu", (1,)))
         with pytest.raises(flce.PlacementError, match=f"{name} is a DTensor"):
-            call(**{name: DTensor.from_local(given, init_device_mesh("cpu", (1,)))})
+            getattr(flce, function)(**{**given, name: over_ranks})
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_a_parameter_that_zero3_has_not_gathered_is_refused(name: str) -> None:
+    given = {"weight": WEIGHT, "bias": torch.zeros(20)}
+    parameter: Any = nn.Parameter(torch.empty(0))
+    parameter.ds_status, parameter.ds_shape = "NOT_AVAILABLE", given[name].shape
+    with pytest.raises(flce.PlacementError, match=rf"{name} is a parameter \[20.*ZeRO-3.*ds_status NOT_AVAILABLE"):
+        flce.linear_cross_entropy(HIDDEN, target=TARGET, **{**given, name: parameter})
+
+
+def test_hidden_states_of_sequence_parallel_are_a_part_of_the_targets_tokens() -> None:
+    hidden, target = torch.zeros(2, 3, 16), torch.zeros(4, 3, dtype=torch.int64)
+    _arguments.check_shapes(hidden, WEIGHT, target, sequence_ranks=2)
+    _arguments.check_shapes(hidden[:, 0], WEIGHT, target[:, 0], sequence_ranks=2)
+    with pytest.raises(flce.ShapeError, match=r"target has shape \[2, 3\]; with sequence_parallel over 2 ranks .* it must be \[4, 3\]"):
+        _arguments.check_shapes(hidden, WEIGHT, target[:2], sequence_ranks=2)
+    with pytest.raises(flce.ShapeError, match=r"hidden has shape \[16\]; with sequence_parallel over 2 ranks it must be"):
+        _arguments.check_shapes(hidden[0, 0], WEIGHT, target[0, 0], sequence_ranks=2)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")

@@ -113,6 +113,26 @@ def test_the_gradient_of_a_hidden_major_weight(device: str) -> None:
         loss_of(problem, torch.zeros(V, D, device=device), weight)
 
 
+def test_hidden_states_of_several_dimensions(device: str) -> None:
+    problem = make_problem(device)
+    buffer = torch.zeros(V, D, device=device)
+    loss = flce.linear_cross_entropy(problem.hidden.view(1, 37, D), problem.weight, problem.target.view(1, 37), grad_weight_out=buffer)
+    loss.backward()
+    assert_close(buffer, expected_gradient(problem), torch.float32)
+
+
+def test_a_buffer_for_rows_of_no_whole_vectors_is_refused(device: str) -> None:
+    problem = make_problem(device, hidden_size=20)
+    with pytest.raises(flce.ArgumentError, match="grad_weight_out is given with hidden_size 20; it must be a multiple of 8"):
+        loss_of(problem, torch.zeros(V, 20, device=device))
+
+
+def test_a_buffer_of_a_call_without_memory_is_refused() -> None:
+    hidden, weight, target = (torch.zeros(shape, device="meta") for shape in ((37, D), (V, D), (37,)))
+    with pytest.raises(flce.ArgumentError, match=r"grad_weight_out is for eager mode and plain tensors; .* meta tensors"):
+        flce.linear_cross_entropy(hidden, weight, target.long(), grad_weight_out=torch.zeros_like(weight))
+
+
 @pytest.mark.parametrize("name", ["target", "bias", "class_weight", "num_valid_tokens"])
 def test_memory_of_another_argument(device: str, name: str) -> None:
     problem = make_problem(device)

@@ -288,6 +288,8 @@ def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
         ("shift", 1.0, flce.ArgumentError),
         ("chunk_size", "4096", flce.ArgumentError),
         ("reduction", ["mean"], flce.ArgumentError),
+        ("temperature", 0.0, flce.ArgumentError),
+        ("temperature", "hot", flce.DTypeError),
         ("ignore_index", 1.0, flce.DTypeError),
         ("workspace_limit_bytes", True, flce.ArgumentError),
         ("retain_in_grad_weight", 1, flce.ArgumentError),

@@ -111,6 +111,21 @@ def test_another_loss_is_refused_with_both_numbers(own: Any, first: Any, second:
         mine(**batch(**(first if second is None else second)))
 
 
+def test_a_weight_of_a_class_is_found_where_a_mask_leaves_positions_out() -> None:
+    weights = torch.ones(VOCAB_SIZE)
+    weights[53] = 3.0
+
+    def own(logits: Tensor, labels: Tensor, mask: Any) -> Tensor:
+        counts = mask[:, 1:] != 0
+        return F.cross_entropy(logits[counts], labels[counts], weight=weights)
+
+    _, mine = inline(own)
+    given = batch(attention_mask=mask(4))
+    given["labels"].masked_fill_(given["labels"] == 53, 8)
+    with pytest.raises(flce.ArgumentError, match="Inline's own loss counts one of the classes 53 to 54 in a way of its own"):
+        mine(**given)
+
+
 def test_a_loss_by_hand_is_not_refused() -> None:
     _, mine = inline(smoothed)
     flce.patch(mine, shift=1)
@@ -349,8 +364,13 @@ def nllb() -> tuple[Any, dict[str, Tensor]]:
     return transformers.NllbMoeForConditionalGeneration(config), {"input_ids": batch()["input_ids"]}
 
 
+def mbart() -> tuple[Any, dict[str, Tensor]]:
+    """A model that makes nothing of labels of which a whole sequence is ignored, and fails by them."""
+    return transformers.MBartForConditionalGeneration(transformers.MBartConfig(**_SMALL)), {"input_ids": batch()["input_ids"]}
+
+
 @pytest.mark.parametrize("fused_head", [False, True], ids=["", "FusedLMHead"])
-@pytest.mark.parametrize("make", [whisper, nllb])
+@pytest.mark.parametrize("make", [whisper, nllb, mbart])
 def test_a_decoder_reads_what_the_models_module_makes_of_labels(make: Any, fused_head: bool) -> None:
     torch.manual_seed(3)
     own, given = make()
@@ -438,6 +458,12 @@ def test_a_forward_without_a_loss_or_logits_to_follow_is_refused() -> None:
     # Labels that are not one for each position have no sequences to take means of.
     loss = _own_loss._loss(question_of({"loss": torch.ones(()), "logits": logits}, labels[:, :3]), case._replace(labels=labels[:, :3]))
     assert not _own_loss._is_mean_of_sequences(question_of({}, labels), [loss], 1)
+
+
+def test_classes_are_compared_where_labels_lie_in_sequences() -> None:
+    labels = torch.zeros(4, dtype=torch.int64)
+    flat = question_of({}, labels)._replace(of_classes=lambda changes, counts: pytest.fail("a replay"))
+    _own_loss._compare_classes(flat, _own_loss.Meaning(1), None, VOCAB_SIZE)
 
 
 def test_no_number_is_like_no_number_alone() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,9 @@ from support import Problem, make_problem
 from torch import Tensor
 
 import flce
+from flce.call import _checks
+from flce.call._options import call_options
+from flce.core._frame import Inputs, Parallel
 
 Change = Callable[[Tensor], Tensor]
 N, V, D = 37, 101, 24
@@ -29,6 +33,7 @@ REFUSED: dict[str, tuple[str, Change]] = {
     "weight narrower": ("weight has shape", lambda t: t[:, :16]),
     "weight on another device": ("weight is on meta", lambda t: t.to("meta")),
     "bias shorter": ("bias has shape", lambda t: t[:50]),
+    "bias negative": ("bias is a tensor of layout torch.strided or a negative view", lambda t: torch._neg_view(-t)),
     "class_weight shorter": ("class_weight has shape", lambda t: t[:50]),
     "lse shorter": ("lse has shape", lambda t: t[:3]),
     "lse of bf16": ("lse has dtype", lambda t: t.bfloat16()),
@@ -154,6 +159,26 @@ def test_operators_check_what_they_are_given(device: str, options: dict[str, Any
         torch.ops.flce.linear_cross_entropy(hidden, weight, target, weight[:50, 0].contiguous(), *rest[1:])
 
 
+@pytest.mark.parametrize("calls", [1, 3], ids=["first", "direct"])
+def test_a_weight_that_zero3_has_divided_again_is_refused(calls: int) -> None:
+    problem = make_problem("cpu")
+    loss = loss_of(problem, calls)
+    weight: Any = problem.weight
+    weight.ds_status, weight.ds_shape = "NOT_AVAILABLE", weight.shape
+    weight.data = torch.empty(0)
+    with pytest.raises(flce.PlacementError, match=r"weight is a parameter \[101, 24\].* \(in backward: something changed it"):
+        loss.backward()
+
+
+def test_a_target_has_the_tokens_of_all_ranks_with_sequence_parallel() -> None:
+    over_ranks = Parallel(2, True, -1, -1, -1, None, True, "tp")
+    options = replace(call_options(return_loss=True), parallel=over_ranks)
+    given = Inputs(torch.zeros(4, D), torch.zeros(V, D), torch.zeros(8, dtype=torch.int64), options)
+    _checks.check_inputs(given)
+    with pytest.raises(flce.ShapeError, match=r"target has shape \[4\]; it must be \[8\]"):
+        _checks.check_inputs(given._replace(target=given.target[:4]))
+
+
 @pytest.mark.parametrize("name", ["teacher_ids", "teacher_probs"])
 def test_a_teacher_is_there_where_the_options_say_so(name: str) -> None:
     problem = make_problem("cpu")
@@ -163,3 +188,6 @@ def test_a_teacher_is_there_where_the_options_say_so(name: str) -> None:
     for options, there, says in (("", {name: tensor}, "given"), ("teacher_top_k=2", teacher, "absent")):
         with pytest.raises(flce.ArgumentError, match=f"{name} is {says}, and the options say teacher_top_k={2 if options else 0}"):
             torch.ops.flce.linear_cross_entropy(*given, None, None, None, options, -100, 2, 0, **there)
+    both = teacher | {name: tensor}
+    with pytest.raises(flce.ShapeError, match=rf"{name} has shape \[37, 1\]; it must be \[37, 2\]"):
+        torch.ops.flce.linear_cross_entropy(*given, None, None, None, "teacher_top_k=2", -100, 2, 0, **both | {name: tensor[:, :1]})

@@ -11,6 +11,7 @@ import pytest
 import torch
 from support import assert_close, make_problem, reference
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flce
 
@@ -44,7 +45,13 @@ def test_packed_boundaries(device: str, bounds: list[int], shift: int, expected:
     assert shifted.tolist() == expected
 
 
-NO_OFFSETS = [([3, 4, 5], "[0] is 3"), ([0, 4, 2, 8], "[2] is 2 behind 4"), ([1, 0], "[0] is 1"), ([0, -1], "[1] is -1 behind 0")]
+NO_OFFSETS = [
+    ([3, 4, 5], "[0] is 3"),
+    ([0, 4, 2, 8], "[2] is 2 behind 4"),
+    ([0, 4, 4, 3], "[3] is 3 behind 4"),
+    ([1, 0], "[0] is 1"),
+    ([0, -1], "[1] is -1 behind 0"),
+]
 
 
 @pytest.mark.parametrize(("offsets", "said"), NO_OFFSETS)
@@ -83,6 +90,12 @@ def test_offsets_that_are_none_in_compiled_code(device: str) -> None:
     assert loss(torch.tensor([0, 8, 3], device=device)) == 0
     with pytest.raises(flce.LabelError, match="cu_seqlens"):
         flce.check_labels()
+
+
+def test_offsets_whose_numbers_are_nowhere_are_not_looked_at() -> None:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        labels, cu_seqlens = torch.zeros(8, dtype=torch.long), torch.tensor([0, 3, 8])
+    assert flce.shift_labels(labels, cu_seqlens=cu_seqlens).shape == (8,)
 
 
 @pytest.mark.parametrize("shift", [0, 1, 3, 6])

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import flce
+from flce.call._arguments import check_teacher
 
 VOCAB = 101
 
@@ -464,6 +465,16 @@ def test_refused_by_name(change: dict[str, Any], error: type[Exception], message
     arguments = {"teacher_ids": problem.teacher_ids, "teacher_probs": problem.teacher_probs} | change
     with pytest.raises(error, match=message):
         flce.linear_topk_distillation(problem.hidden, problem.weight, **arguments)
+
+
+def test_a_teacher_of_hidden_states_that_are_a_part_has_the_targets_tokens() -> None:
+    hidden, ids, probs = torch.zeros(4, 24), torch.zeros(8, 2, dtype=torch.long), torch.zeros(8, 2)
+    for target in (ids[:, 0], None):
+        assert check_teacher(ids, probs, hidden, target, over_ranks=True) == 2
+    with pytest.raises(flce.ShapeError, match=r"teacher_ids has shape \[8, 2\]; it must be target's, .*\[6, 'K'\]"):
+        check_teacher(ids, probs, hidden, ids[:6, 0], over_ranks=True)
+    with pytest.raises(flce.ShapeError, match=r"teacher_ids has shape \[8, 2\]; it must be hidden's .*\[4, 'K'\]"):
+        check_teacher(ids, probs, hidden, ids[:4, 0], over_ranks=False)
 
 
 def test_kernel_is_found_ahead() -> None:

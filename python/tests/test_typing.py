@@ -14,6 +14,7 @@ import torch
 import flce
 from flce.call import _signatures
 from flce.call._options import OPTIONS, call_options, taken_by
+from flce.core._retain import ALWAYS, Retain
 from flce.engine._output import HEAD_OPTIONS
 
 FUNCTIONS = {  # and the names of what each returns
@@ -67,6 +68,22 @@ def test_equal_options_are_one_key() -> None:
         assert call_options(return_loss=True, **other) != unsaid, other
     with pytest.raises(dataclasses.FrozenInstanceError):
         unsaid.spec = "softcap=3.0"  # type: ignore[misc]
+
+
+def test_options_are_written_into_a_spec() -> None:
+    for given, spec in (
+        ({}, ""),
+        ({"dft": True}, "dft,outputs=loss+logprobs"),  # backward reads the log-probabilities
+        ({"teacher_top_k": 6, "hard_weight": 0.5}, "hard_weight=0.5,teacher_top_k=6"),
+    ):
+        assert call_options(return_loss=True, **given).spec == spec
+
+
+def test_a_budget_goes_with_what_is_retained() -> None:
+    budget = flce.MemoryBudget(1 << 20)
+    options = call_options(return_loss=True, workspace_limit_bytes=budget, retain_in_grad_weight=True)
+    assert options.workspace_limit_bytes == 1 << 20 and options.retain == Retain.within(True, budget)
+    assert call_options(return_loss=True, retain_in_grad_weight=True).retain == Retain(ALWAYS)
 
 
 def test_types_of_options_are_told_apart() -> None:

@@ -59,7 +59,12 @@ def check_shapes(hidden: Tensor, weight: Tensor, target: Tensor, sequence_ranks:
         )
         raise errors.ShapeError(f"hidden has shape {list(shape)}; its last dimension must be weight's hidden_size, {weight_shape[1]}{more}")
     if sequence_ranks > 1:
-        wanted = [shape[0] * sequence_ranks, *shape[1:-1]] if len(shape) > 1 else []
+        if len(shape) < 2:
+            raise errors.ShapeError(
+                f"hidden has shape {list(shape)}; with sequence_parallel over {sequence_ranks} ranks it must be [..., hidden_size] with at "
+                "least one dimension of tokens, of which it is this rank's part"
+            )
+        wanted = [shape[0] * sequence_ranks, *shape[1:-1]]
         if list(target.shape) != wanted:
             raise errors.ShapeError(
                 f"target has shape {list(target.shape)}; with sequence_parallel over {sequence_ranks} ranks and hidden {list(shape)} "

@@ -76,19 +76,19 @@ def _run_checked(given: Inputs, num_valid_tokens: Tensor | float | None, grad_we
         if passed is not None and (value := passed.call_directly(given)) is not None:
             return value
     if passed is None:
-        given = _check(_autocast(given), num_valid_tokens, grad_weight_out)
+        given = _check(_autocast(given), num_valid_tokens, grad_weight_out, plain=plain)
         passed = _Passed()
         if signature is not None:
             _remember(_passed, signature, passed)
     given = _as_kernels_read(given)
-    made = _eager(given, passed, grad_weight_out, target.shape) if plain else _through_operator(given, grad_weight_out)
+    made = _eager(given, passed, grad_weight_out, target.shape) if plain else _through_operator(given)
     if _autograd.LOSES_NODES:
         made = made._replace(values=_autograd.keep_node(made.values))
     return _own_outputs(made, given, target.shape, eager=plain)
 
 
-def _check(given: Inputs, num_valid_tokens: Tensor | float | None, grad_weight_out: Tensor | None) -> Inputs:
-    """`given` with its num_valid."""
+def _check(given: Inputs, num_valid_tokens: Tensor | float | None, grad_weight_out: Tensor | None, *, plain: bool) -> Inputs:
+    """`given` with its num_valid. `plain`: the call may go to the kernels directly."""
     hidden, weight, target, options = given.hidden, given.weight, given.target, given.options
     sequence_ranks = 1 if options.parallel is None else options.parallel.sequence_ranks
     _arguments.check_inputs(hidden, weight, target, given.bias, given.class_weight, sequence_ranks)
@@ -99,6 +99,11 @@ def _check(given: Inputs, num_valid_tokens: Tensor | float | None, grad_weight_o
     if num_valid_tokens is not None:
         given = given._replace(num_valid=_arguments.num_valid(num_valid_tokens, reduction, hidden))
     if grad_weight_out is not None:
+        if not plain:
+            raise errors.ArgumentError(
+                "grad_weight_out is for eager mode and plain tensors; leave it out under torch.compile and dispatch modes, and for tensor "
+                "subclasses, meta tensors and negative views"
+            )
         others = {name: tensor for name, tensor in given.tensors().items() if name not in ("hidden", "weight")}
         others["num_valid_tokens"] = others.pop("num_valid")
         check_grad_weight_out(grad_weight_out, hidden, weight, **others)
@@ -179,11 +184,7 @@ def _row_numbers(given: Tensor | None) -> Tensor | None:
     return None if given is None else given.detach().resolve_neg().to(torch.float32).reshape(-1)
 
 
-def _through_operator(given: Inputs, grad_weight_out: Tensor | None) -> _op.Made:
-    if grad_weight_out is not None:
-        raise errors.ArgumentError(
-            "grad_weight_out is for eager mode; leave it out under torch.compile, dispatch modes and tensor subclasses"
-        )
+def _through_operator(given: Inputs) -> _op.Made:
     values, saved, top1 = torch.ops.flce.linear_cross_entropy(*_op.operands(given, _op.FORWARD))
     teacher_logprobs = given.outputs().teacher_logprobs(saved).clone() if given.options.teacher_logprobs else None
     return _op.Made(values, top1, teacher_logprobs)

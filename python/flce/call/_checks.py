@@ -144,7 +144,7 @@ def check_gradient_memory(name: str, buffer: Tensor, weight: Tensor, *, hidden_m
         raise errors.ArgumentError(
             f"{name} requires a gradient; the weight's gradient is added to memory that autograd does not follow{when}"
         )
-    if not torch.compiler.is_compiling() and not buffer.is_meta and buffer.data_ptr() % ROW_ALIGNMENT:
+    if buffer.data_ptr() % ROW_ALIGNMENT:
         raise errors.ArgumentError(
             f"{name} begins at {buffer.data_ptr():#x}; its address must be a multiple of {ROW_ALIGNMENT} bytes: "
             "begin slices of a flat buffer at "
@@ -160,10 +160,8 @@ def is_dtensor(tensor: Any) -> bool:
 
 
 def _share_memory(a: Tensor, b: Tensor) -> bool:
-    """Whether bytes between the first and the last element of both are the same ones. Tensors without memory, as while compiling, share
-    none."""
-    if torch.compiler.is_compiling() or a.numel() == 0 or b.numel() == 0:
-        return False
+    """Whether bytes between the first and the last element of both are the same ones. A tensor without elements begins at 0, before any
+    memory, and shares none."""
 
     def extent(tensor: Tensor) -> tuple[int, int]:
         reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1

@@ -198,7 +198,7 @@ def spec_text(
 
 
 def number(name: str, value: Any) -> float:
-    if not isinstance(value, (int, float)) and not isinstance(value, numbers.Real):
+    if not isinstance(value, numbers.Real):
         raise errors.DTypeError(f"{name} is a {type(value).__name__}; it must be a number (a constant, not a tensor)")
     return float(value)
 
@@ -232,7 +232,7 @@ def temperature_number(given: Any) -> float | None:
     """A temperature that is no tensor; None where it changes nothing."""
     if given is None:
         return None
-    if not isinstance(given, (int, float)) and not isinstance(given, numbers.Real):
+    if not isinstance(given, numbers.Real):
         raise errors.DTypeError(f"temperature is a {type(given).__name__}; it must be a number or a float32 tensor of target's shape")
     number = float(given)
     checks.temperature(number)

@@ -147,7 +147,7 @@ def shift_labels(labels: Tensor, shift: int = 1, *, ignore_index: int = -100, cu
     check_target_dtype(labels)
     ignore_index = check_ignore_index(ignore_index)
     _check_shift(labels, shift, cu_seqlens)
-    if labels.dtype == torch.int32 and not -_INT <= ignore_index < _INT:
+    if not -_INT <= ignore_index < _INT:
         labels = labels.long()
     if cu_seqlens is None:
         target = torch.full_like(labels, ignore_index, memory_format=torch.contiguous_format)
