@@ -355,6 +355,25 @@ def test_ten_steps_are_those_of_trl(trainer: str, options: dict[str, Any], fused
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("first", ["flce", "trl"])
+def test_flce_patch_of_a_model_that_sft_trains_says_where_to_go(
+    first: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_once, "said", set())
+    expected = trl_support.train(trl_support.sft(tmp_path / "own"))
+    if first == "flce":
+        made = trl_support.model
+        monkeypatch.setattr(trl_support, "model", lambda **options: flce.patch(made(**options)))
+    trainer = trl_support.sft(tmp_path / "patched")
+    if first == "trl":
+        flce.patch(trainer.model)
+    caplog.clear()
+    trl_support.compare(trl_support.train(trainer), expected)
+    said = [record.getMessage() for record in caplog.records if record.name == "flce"]
+    assert len(said) == 1 and "flce.trl.patch()" in said[0]
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_a_trainer_made_before_is_patched_too(tmp_path: Path) -> None:
     trainer = trl_support.sft(tmp_path)
     before = called()["fused"]

@@ -301,8 +301,8 @@ def _own_forward(module: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _model_forward(model: Any, *args: Any, **kwargs: Any) -> Any:
     tap = of(model)
-    if tap is None:
-        return _own_forward(model, *args, **kwargs)  # unpatched under a wrapper
+    if tap is None or kwargs.get("fused_lm_head"):  # unpatched under a wrapper, or patched over TRL's, whose loss _notice speaks of
+        return _own_forward(model, *args, **kwargs)
     if tap.patch is not None:
         return tap.patch(model, *args, **kwargs)
     if model.training and torch.is_grad_enabled():
