@@ -87,7 +87,6 @@ inline constexpr std::array kGpuProducts = {
 // Architectures of hosts, as target triples begin with them.
 inline constexpr std::string_view kX86_64 = "x86_64";
 inline constexpr std::string_view kAarch64 = "aarch64";
-inline constexpr std::array kHostArchs = {kX86_64, kAarch64};
 
 /// CpuProperties::triple of hosts of an architecture. Distributions name vendors of their own in it, which mean nothing to generated code.
 [[nodiscard]] std::string linux_triple(std::string_view arch);
