@@ -13,6 +13,7 @@ from support import assert_close, make_problem, reference
 from torch import Tensor
 
 import flce
+from flce.call import _call
 from flce.call._direct import DirectCall
 
 pytest.importorskip("torch._C._dynamo.guards", reason="direct calls need torch's tensor guards")
@@ -115,6 +116,20 @@ def test_options_are_still_checked(device: str, options: dict[str, Any]) -> None
     make_direct(problem.hidden, problem.weight, problem.target)
     with pytest.raises(flce.FlceError):
         flce.linear_cross_entropy(problem.hidden, problem.weight, problem.target, **options)
+
+
+@pytest.mark.parametrize("name", ["bias", "class_weight", "temperature", "token_weight", "num_valid_tokens"])
+def test_a_plain_call_that_is_known_is_not_taken_for_one_with_a_tensor(device: str, name: str) -> None:
+    problem = make_problem(device, torch.float32)
+    sizes = {"bias": problem.weight.shape[:1], "class_weight": problem.weight.shape[:1], "num_valid_tokens": ()}
+    given = {name: torch.rand(sizes.get(name, problem.target.shape), device=device) + 0.5}
+    expected = flce.linear_cross_entropy(problem.hidden, problem.weight, problem.target, **given)
+    _call.forget()
+    plain = make_direct(problem.hidden, problem.weight, problem.target)
+    for _ in range(3):
+        assert torch.equal(flce.linear_cross_entropy(problem.hidden, problem.weight, problem.target, **given), expected)
+    assert not torch.equal(plain, expected)
+    assert torch.equal(flce.linear_cross_entropy(problem.hidden, problem.weight, problem.target), plain)
 
 
 def test_hidden_of_another_layout(device: str) -> None:
