@@ -48,16 +48,20 @@ Spec random_spec(std::mt19937_64& random) {
     s.grad_weight_mode = coin() ? GradMode::write : GradMode::accumulate;
     s.bias = coin();
     s.class_weight = coin();
+    s.temperature = coin();
+    s.batch_invariant = coin();
     if (coin()) s.logit_scale = real(-1.0, 1.0) * std::exp(real(-20, 20));
     if (coin()) s.softcap = std::exp(real(-10, 10));
     if (coin()) s.label_smoothing = real(0, 1);
     if (coin()) s.z_loss = real(0, 1e-3);
-    s.outputs = {.loss = coin(), .lse = coin(), .logprobs = coin(), .entropy = coin()};
+    s.outputs = {.loss = coin(), .lse = coin(), .logprobs = coin(), .entropy = coin(), .top1 = coin(), .log_sum_sq_probs = coin()};
     if (s.outputs == Outputs{.loss = false}) s.outputs.entropy = true;
+    s.token_weight = s.outputs.loss && coin();
     if (s.outputs.loss && !s.class_weight && coin()) {
         s.teacher_top_k = static_cast<int>(number(1, 256));
         s.hard_weight = real(0, 1);
     }
+    s.dft = s.outputs.loss && s.outputs.logprobs && s.teacher_top_k == 0 && coin();
     return s;
 }
 
@@ -316,7 +320,15 @@ TEST(SpecHash, EveryField_ChangesIt) {
     specs[16].teacher_top_k = 4;
     specs[17].teacher_top_k = 4;
     specs[17].hard_weight = 0.5;
-    for (bool Outputs::* output : {&Outputs::loss, &Outputs::lse, &Outputs::logprobs, &Outputs::entropy}) {
+    for (bool Spec::* flag : {&Spec::temperature, &Spec::token_weight, &Spec::batch_invariant, &Spec::dft}) {
+        specs.push_back(base);
+        specs.back().*flag = true;
+    }
+    specs.insert(specs.end(), 2, base);
+    specs[specs.size() - 1].whole_vocab_size = 100;
+    specs[specs.size() - 2].grad_hidden_dtype = DType::fp32;
+    for (bool Outputs::* output :
+         {&Outputs::loss, &Outputs::lse, &Outputs::logprobs, &Outputs::entropy, &Outputs::top1, &Outputs::log_sum_sq_probs}) {
         specs.push_back(base);
         specs.back().outputs.*output = !(specs.back().outputs.*output);
     }
