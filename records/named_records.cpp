@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "flce/error.hpp"
+#include "generator/json_object.hpp"
 #include "records/record_files.hpp"
 #include "records/record_store.hpp"
 
@@ -40,8 +41,9 @@ std::optional<std::vector<NamedRecord>> read_report(const std::filesystem::path&
     const std::uintmax_t bytes = std::filesystem::is_regular_file(path, error) ? std::filesystem::file_size(path, error) : 0;
     if (error || bytes == 0 || bytes > kMaxReportBytes) return std::nullopt;
     std::ifstream file(path, std::ios::binary);
-    const nlohmann::json report = nlohmann::json::parse(file, nullptr, /*allow_exceptions=*/false);
-    if (!report.is_object() || !report.contains("report")) return std::nullopt;
+    const std::string text((std::istreambuf_iterator<char>(file)), {});
+    nlohmann::json report;
+    if (!read_json_object(text, report).empty() || !report.contains("report")) return std::nullopt;
     const auto fail = [&](const std::string& why) { return ArgumentError(fmt::format("{}: {}", path.string(), why)); };
     if (report.at("report") != kReport) throw fail(fmt::format("a report of another kind than {}", kReport));
     if (!report.contains("records") || !report.at("records").is_array()) throw fail("a report without a list of records");

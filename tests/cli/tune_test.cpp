@@ -449,6 +449,10 @@ TEST_F(FlceTuneRecords, Report_IsOneFileThatShowAndMergeRead) {
     const ProcessResult refused = run({"--show", records_ / "broken.json"});
     EXPECT_EQ(refused.exit_code, 2);
     EXPECT_THAT(refused.err, HasSubstr("record 2: the record has no \"candidates\""));
+    std::ofstream(records_ / "deep.json") << R"({"report": 1, "records": [)" << std::string(1 << 20, '[');
+    EXPECT_EQ(run({"--show", records_ / "deep.json"}).exit_code, 2);
+    std::ofstream(records_ / "twice.json") << R"({"report": 1, "records": [], "records": []})";
+    EXPECT_THAT(run({"--show", records_ / "twice.json"}).err, HasSubstr("given twice"));
 }
 
 TEST_F(FlceTuneRecords, Report_HasAPageWithNothingFromElsewhere) {
