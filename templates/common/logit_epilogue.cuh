@@ -1,4 +1,5 @@
 // Epilogue of a tile of hidden · weightᵀ in the accumulators, for any mainloop: c[i][j][2·h + e] is at place.row(i, h), place.column(j, e).
+// A Place's Columns tell how far column(j, 0) is from column(0, 0).
 #pragma once
 
 #include "flce/common/problem.cuh"
@@ -223,43 +224,52 @@ __device__ __forceinline__ void to_falls(const ForwardParams& p, const Place& pl
     if (first_column + columns > end) mask_columns(place, first_column, end, c, infinity());
 }
 
+/// Columns of a thread's in the result of an mma: pairs, eight columns apart.
+struct MmaColumns {
+    static __device__ __forceinline__ constexpr int of(int j) { return 8 * j; }
+    template <int kColumnPieces>
+    static __device__ __forceinline__ bool have(int within) {
+        return within >= 0 && within < 8 * kColumnPieces && (within & 7) < 2;
+    }
+};
+
 /// Whether a thread has the column that lies `within` columns from its first one.
-template <int kColumnPieces>
+template <int kColumnPieces, class Columns = MmaColumns>
 __device__ __forceinline__ bool has_column(int within) {
-    return within >= 0 && within < 8 * kColumnPieces && (within & 7) < 2;
+    return Columns::template have<kColumnPieces>(within);
 }
 
 /// The row's accumulator of that column.
-template <int kColumnPieces>
+template <class Columns = MmaColumns, int kColumnPieces>
 __device__ __forceinline__ float pick_column(const float (&c)[kColumnPieces][4], int h, int within) {
     float value = 0.f;
 #pragma unroll
     for (int j = 0; j < kColumnPieces; ++j) {
         int candidate = within;
         asm volatile("" : "+r"(candidate));  // a chain of selects would become an indexed load, and c an array in local memory
-        if (candidate == 8 * j) value = c[j][2 * h];
-        if (candidate == 8 * j + 1) value = c[j][2 * h + 1];
+        if (candidate == Columns::of(j)) value = c[j][2 * h];
+        if (candidate == Columns::of(j) + 1) value = c[j][2 * h + 1];
     }
     return value;
 }
-template <int kColumnPieces>
+template <class Columns = MmaColumns, int kColumnPieces>
 __device__ __forceinline__ void replace_column(float (&c)[kColumnPieces][4], int h, int within, float value) {
 #pragma unroll
     for (int j = 0; j < kColumnPieces; ++j) {
         int candidate = within;
         asm volatile("" : "+r"(candidate));
-        if (candidate == 8 * j) c[j][2 * h] = value;
-        if (candidate == 8 * j + 1) c[j][2 * h + 1] = value;
+        if (candidate == Columns::of(j)) c[j][2 * h] = value;
+        if (candidate == Columns::of(j) + 1) c[j][2 * h + 1] = value;
     }
 }
 
 /// The first of a thread's columns of a row whose logit is `largest`, or FLCE_NO_CLASS. `first`: the class of its first column.
-template <int kColumnPieces>
+template <class Columns = MmaColumns, int kColumnPieces>
 __device__ __forceinline__ int class_of(const float (&c)[kColumnPieces][4], int h, float largest, int first) {
     int within = -1;
 #pragma unroll
     for (int column = 2 * kColumnPieces - 1; column >= 0; --column) {
-        if (c[column / 2][2 * h + column % 2] == largest) within = column / 2 * 8 + column % 2;
+        if (c[column / 2][2 * h + column % 2] == largest) within = Columns::of(column / 2) + column % 2;
     }
     return within < 0 ? FLCE_NO_CLASS : first + within;
 }
@@ -348,13 +358,13 @@ using GradientOf =
            GradientRow<Problem, Select<kPrecise, DifferencesAbove<typename Problem::Math>, RoundedAbove<Problem>>>>;
 
 /// A thread's columns of a row, from `column` on, none of them the target's.
-template <class GradientT, int kColumnPieces>
+template <class Columns, class GradientT, int kColumnPieces>
 __device__ __forceinline__ void replace_by_gradients(const GradientT& gradient, const DlogitsParams& p, int column,
                                                      float (&c)[kColumnPieces][4], int h) {
 #pragma unroll
     for (int j = 0; j < kColumnPieces; ++j) {
 #pragma unroll
-        for (int e = 0; e < 2; ++e) c[j][2 * h + e] = gradient(p, c[j][2 * h + e], column + j * 8 + e, false);
+        for (int e = 0; e < 2; ++e) c[j][2 * h + e] = gradient(p, c[j][2 * h + e], column + Columns::of(j) + e, false);
     }
 }
 
@@ -381,17 +391,18 @@ __device__ __forceinline__ void row_gradient(const Params& p, const Place& place
     // of their own costs less than a comparison for every element.
     const int column = first_column + place.column(0, 0);
     const int within = target.target - static_cast<int>(p.first_column) - column;
-    const bool has_target = target.target >= 0 && has_column<kColumnPieces>(within);
+    using Columns = typename Place::Columns;
+    const bool has_target = target.target >= 0 && has_column<kColumnPieces, Columns>(within);
     float at_target = 0.f;
     using Above = RoundedAbove<Problem>;
     const GradientOf<Problem, true> precise(p, k, scale, target.lse, temperature);
-    if (has_target) at_target = precise(p, pick_column(c, h, within), column + within, true);
+    if (has_target) at_target = precise(p, pick_column<Columns>(c, h, within), column + within, true);
     if (kSame<Above, DifferencesAbove<typename Problem::Math>> || !Above::takes(target.lse)) {
-        replace_by_gradients(precise, p, column, c, h);
+        replace_by_gradients<Columns>(precise, p, column, c, h);
     } else {
-        replace_by_gradients(GradientOf<Problem, false>(p, k, scale, target.lse, temperature), p, column, c, h);
+        replace_by_gradients<Columns>(GradientOf<Problem, false>(p, k, scale, target.lse, temperature), p, column, c, h);
     }
-    if (has_target) replace_column(c, h, within, at_target);
+    if (has_target) replace_column<Columns>(c, h, within, at_target);
 }
 
 }  // namespace flce

@@ -31,16 +31,17 @@ namespace flce {
 
 /// Defaults of a Problem.
 struct PlainProblem {
-    enum : bool { temperature = false };        ///< a row's logits are divided by a number of its own
-    enum : bool { top1 = false };               ///< RowSums::top1 is wanted
-    enum : bool { square_sum = false };         ///< RowSums::exp_sq_sum is wanted
-    enum : bool { stores_derivative = false };  ///< retained exponentials are multiplied by the logits' derivative
-    enum : bool { teacher = false };            ///< rows have classes that a teacher names
-    enum : bool { sums_bias = false };          ///< SumsBias
-    enum : bool { shard = false };              ///< the vocabulary lies on several ranks
-    enum : bool { float_grad_hidden = false };  ///< grad_hidden is fp32 whatever Element is
-    enum : bool { has_falls = false };          ///< Falls tell logits; there are falls(const float* p), logit_scale(p)
-    enum : int { segment_tiles = 0 };           ///< batch-invariant: forward's tiles that are summed up apart from all others; else 0
+    enum : bool { temperature = false };                 ///< a row's logits are divided by a number of its own
+    enum : bool { top1 = false };                        ///< RowSums::top1 is wanted
+    enum : bool { square_sum = false };                  ///< RowSums::exp_sq_sum is wanted
+    enum : bool { stores_derivative = false };           ///< retained exponentials are multiplied by the logits' derivative
+    enum : bool { teacher = false };                     ///< rows have classes that a teacher names
+    enum : bool { sums_bias = false };                   ///< SumsBias
+    enum : bool { shard = false };                       ///< the vocabulary lies on several ranks
+    enum : bool { float_grad_hidden = false };           ///< grad_hidden is fp32 whatever Element is
+    enum : bool { has_falls = false };                   ///< Falls tell logits; there are falls(const float* p), logit_scale(p)
+    enum : int { retained_columns = kRetainedColumns };  ///< columns of a block of retained exponentials
+    enum : int { segment_tiles = 0 };  ///< batch-invariant: forward's tiles that are summed up apart from all others; else 0
 };
 
 /// Whether a row's results have the same bits whatever other rows there are.

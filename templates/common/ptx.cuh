@@ -146,4 +146,10 @@ __device__ __forceinline__ unsigned ld_acquire_gpu(const unsigned* counter) {
     asm volatile("ld.acquire.gpu.global.u32 %0, [%1];\n" : "=r"(r) : "l"(counter) : "memory");
     return r;
 }
+
+/// 9.7.13.13 griddepcontrol: the kernel behind this one in the stream may be brought onto free SMs; what the one before wrote is there
+/// after the wait.
+__device__ __forceinline__ void griddepcontrol_launch_dependents() { asm volatile("griddepcontrol.launch_dependents;\n" ::: "memory"); }
+__device__ __forceinline__ void griddepcontrol_wait() { asm volatile("griddepcontrol.wait;\n" ::: "memory"); }
+
 }  // namespace flce::ptx

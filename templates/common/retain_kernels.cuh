@@ -19,8 +19,9 @@ __device__ __forceinline__ float target_derivative(const RetainedRowsParams& p, 
 /// The place of a class's exponential.
 template <class Problem>
 __device__ __forceinline__ typename Problem::Element* exponential_at(const RetainedRowsParams& p, int row, int column) {
-    char* const block = static_cast<char*>(p.exponentials) + column / kRetainedColumns * p.block_bytes;
-    return reinterpret_cast<typename Problem::Element*>(block) + static_cast<long long>(row) * kRetainedColumns + column % kRetainedColumns;
+    constexpr int kColumns = Problem::retained_columns;
+    char* const block = static_cast<char*>(p.exponentials) + column / kColumns * p.block_bytes;
+    return reinterpret_cast<typename Problem::Element*>(block) + static_cast<long long>(row) * kColumns + column % kColumns;
 }
 
 /// Divisor of a row's dz where dz is stored: a, but at least a millionth of t and 2^-24 of the teacher's sizes. z-loss can make a vanish,
@@ -312,14 +313,15 @@ __device__ __forceinline__ void retained_bias(const RetainedBiasParams& p) {
     using Out = typename Problem::GradWeight;
     constexpr int kBeside = kBiasColumns / 8;
     constexpr int kTurns = kRowThreads / kBeside;
+    constexpr int kColumns = Problem::retained_columns;
     __shared__ float sums[kTurns][kBiasColumns];
     __shared__ float taken[kTurns];
     const int turn = static_cast<int>(threadIdx.x) / kBeside;
     const int within = static_cast<int>(threadIdx.x) % kBeside * 8;
     const int column0 = static_cast<int>(blockIdx.x) * kBiasColumns;
     const Element* const block =
-        reinterpret_cast<const Element*>(static_cast<const char*>(p.exponentials) + column0 / kRetainedColumns * p.block_bytes) +
-        column0 % kRetainedColumns + within;
+        reinterpret_cast<const Element*>(static_cast<const char*>(p.exponentials) + column0 / kColumns * p.block_bytes) +
+        column0 % kColumns + within;
     const int rows = listed_rows<Problem>(p.list, p.rows, 0);
     float sum[8] = {};
     float smoothing = 0.f;
@@ -328,7 +330,7 @@ __device__ __forceinline__ void retained_bias(const RetainedBiasParams& p) {
         const float scale = p.row_scales[row];
         if constexpr (Problem::label_smoothing) smoothing += p.row_smoothing[row];
         unsigned words[4];
-        ptx::ld_global_v4(words, block + static_cast<long long>(row) * kRetainedColumns);
+        ptx::ld_global_v4(words, block + static_cast<long long>(row) * kColumns);
         add_products<Element>(scale, words, sum);  // a scale of 0 is an ignored row's
     }
 #pragma unroll

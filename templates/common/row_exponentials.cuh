@@ -37,8 +37,9 @@ struct OneThread {
     static __device__ __forceinline__ float largest(float of_thread) { return of_thread; }
 };
 
-/// Rows of logits. `Lanes`: largest() is the largest of a number among the threads that have the same maximum in their sums.
-template <class Problem, int kColumnPieces, class Lanes>
+/// Rows of logits. `Columns`: the Place's. `Lanes`: largest() is the largest of a number among the threads that have the same maximum in
+/// their sums.
+template <class Problem, int kColumnPieces, class Lanes, class Columns = MmaColumns>
 struct LogitRows {
     /// Makes sums relative to the row's largest logit, where they are relative to the reference. In place: kernels that retain nothing
     /// would lose a register to a copy of the sums, although they never come here.
@@ -120,7 +121,7 @@ struct LogitRows {
     static __device__ __forceinline__ void find_top1(const float (&c)[kColumnPieces][4], int h, float tile_max, int first_class,
                                                      RowSums& sums) {
         if (tile_max >= sums.max) {
-            sums.top1 = first_of_largest(sums.max, sums.top1, tile_max, class_of(c, h, tile_max, first_class));
+            sums.top1 = first_of_largest(sums.max, sums.top1, tile_max, class_of<Columns>(c, h, tile_max, first_class));
         }
     }
 

@@ -9,6 +9,7 @@ namespace flce {
 /// This thread's place in its warp's part of the tile. Accumulator [i][j][2·h + e] is row(i, h), column(j, e).
 template <class TileT>
 struct ThreadPlace {
+    using Columns = MmaColumns;
     int lane;
     int warp_m;
     int warp_n;

@@ -151,11 +151,6 @@ __device__ __forceinline__ void barrier_sync(int barrier, int threads) {
     asm volatile("barrier.cta.sync %0, %1;\n" ::"r"(barrier), "r"(threads) : "memory");
 }
 
-// ---- 9.7.13.13 griddepcontrol: the kernel behind this one in the stream may be brought onto free SMs; what the one before wrote is there
-// after the wait.
-__device__ __forceinline__ void griddepcontrol_launch_dependents() { asm volatile("griddepcontrol.launch_dependents;\n" ::: "memory"); }
-__device__ __forceinline__ void griddepcontrol_wait() { asm volatile("griddepcontrol.wait;\n" ::: "memory"); }
-
 // ---- 9.7.13.1 and 9.7.9.8: counters in global memory that order what other blocks do
 __device__ __forceinline__ void red_relaxed_gpu_add(unsigned* counter, unsigned value) {
     asm volatile("red.relaxed.gpu.global.add.u32 [%0], %1;\n" ::"l"(counter), "r"(value));

@@ -27,6 +27,7 @@ struct TileSm90 {
 /// tile.
 template <class TileT>
 struct PlaceSm90 {
+    using Columns = MmaColumns;
     int lane;
     int warp;      // in the warpgroup
     int consumer;  // −1: producer
