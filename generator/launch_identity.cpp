@@ -21,7 +21,7 @@ public:
     }
 
 private:
-    enum class Tag : std::uint8_t { launch = 'L', loop = 'F', branch = 'I', memset = 'M', node = 'N' };
+    enum class Tag : std::uint8_t { launch = 'L', loop = 'F', branch = 'I', memset = 'M', gemm = 'G', node = 'N' };
     static constexpr std::size_t kMostArgs = 3;
 
     /// An operation on numbered expressions; 0 is none.
@@ -111,6 +111,19 @@ private:
     void write(const MemsetZero& memset) {
         tag(Tag::memset);
         define_all(memset.address, memset.bytes);
+    }
+
+    void write(const Gemm& gemm) {
+        tag(Tag::gemm);
+        const GemmKind& kind = gemm.kind;
+        number(kind.name.size());
+        bytes_ += kind.name;
+        for (const int fact : {int{kind.transpose_a}, int{kind.transpose_b}, static_cast<int>(kind.operands), static_cast<int>(kind.result),
+                               kind.algorithm}) {
+            number(fact);
+        }
+        define_all(gemm.m, gemm.n, gemm.k, gemm.a, gemm.lda, gemm.b, gemm.ldb, gemm.result, gemm.ld, gemm.adds, gemm.factors,
+                   gemm.workspace);
     }
 
     std::string bytes_;

@@ -7,10 +7,12 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <string_view>
 #include <unordered_map>
 #include <variant>
 #include <vector>
 
+#include "flce/spec.hpp"
 #include "generator/call_slots.hpp"
 
 namespace flce {
@@ -120,6 +122,36 @@ struct Launch {
     std::vector<TensorMapField> maps;
 };
 
+/// Facts of a Gemm that are the same in every call.
+struct GemmKind {
+    std::string_view name;  ///< for people: "grad_weight"; a literal
+    bool transpose_a = false;
+    bool transpose_b = false;
+    DType operands = DType::bf16;
+    DType result = DType::fp32;
+    int algorithm = 0;  ///< number among the algorithms that the library names for the product, its favourite first
+    friend bool operator==(const GemmKind&, const GemmKind&) = default;
+};
+/// A product of row-major matrices by the vendor's library: result[m, n] = factor · a · b, or added to what is there. A matrix that is
+/// transposed lies in memory as [k, m] or [n, k]. Nothing where m or n is 0; k is at least 1.
+struct Gemm {
+    GemmKind kind;
+    Expr m{0};
+    Expr n{0};
+    Expr k{0};
+    Expr a{0};    ///< address
+    Expr lda{0};  ///< elements from one row in memory to the next, and so are ldb and ld
+    Expr b{0};
+    Expr ldb{0};
+    Expr result{0};
+    Expr ld{0};
+    Expr adds{0};       ///< not 0: the product is added
+    Expr factors{0};    ///< address of three floats on the device: the factor, 0 and 1; 0: the factor is 1
+    Expr workspace{0};  ///< address of kGemmWorkspaceBytes
+};
+/// Bytes of scratch that the library may use in a call.
+inline constexpr std::int64_t kGemmWorkspaceBytes = 4 << 20;
+
 struct Statement;
 struct Loop {  ///< for (variable = 0; variable < count; ++variable) body
     int variable = 0;
@@ -135,7 +167,7 @@ struct MemsetZero {  ///< asynchronous on the call's stream; nothing where bytes
     Expr bytes{0};
 };
 struct Statement {
-    std::variant<Launch, Loop, If, MemsetZero> value;
+    std::variant<Launch, Loop, If, MemsetZero, Gemm> value;
 };
 
 struct LaunchProgram {

@@ -52,6 +52,20 @@ private:
         const std::array<std::string, 2> of = {parts_.of(memset.address), parts_.of(memset.bytes)};
         return fmt::format("memset {}, {} bytes", of[0], of[1]);
     }
+    std::string text_of(const Gemm& gemm) {
+        std::array<std::string, 12> of;
+        std::size_t next = 0;
+        for (const Expr* e : {&gemm.m, &gemm.n, &gemm.k, &gemm.a, &gemm.lda, &gemm.b, &gemm.ldb, &gemm.result, &gemm.ld, &gemm.adds,
+                              &gemm.factors, &gemm.workspace}) {
+            of.at(next++) = parts_.of(*e);
+        }
+        return fmt::format(
+            "gemm {} [{}, {}, {}] of {} from {} every {}{} and {} every {}{} to {} from {} every {}, adds {}, factors {}, "
+            "workspace {}, algorithm {}",
+            gemm.kind.name, of[0], of[1], of[2], to_string(gemm.kind.operands), of[3], of[4], gemm.kind.transpose_a ? " transposed" : "",
+            of[5], of[6], gemm.kind.transpose_b ? " transposed" : "", to_string(gemm.kind.result), of[7], of[8], of[9], of[10], of[11],
+            gemm.kind.algorithm);
+    }
 
     const std::vector<KernelEntry>& kernels_;
     SharedTexts parts_;

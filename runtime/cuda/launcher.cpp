@@ -71,6 +71,7 @@ private:
         params_->setAlignment(llvm::Align(kParamAlignment));
         kernel_params_ = builder_.CreateAlloca(pointer_);  // every kernel has one parameter
         builder_.CreateStore(params_, kernel_params_);
+        gemm_call_ = builder_.CreateAlloca(llvm::ArrayType::get(i64_, sizeof(GemmCall) / sizeof(std::int64_t)));
         scopes_.emplace_back();
     }
 
@@ -179,6 +180,32 @@ private:
         });
     }
 
+    void emit_statement(const Gemm& gemm, std::int64_t index) {
+        Value* m = emit(gemm.m);
+        Value* n = emit(gemm.n);
+        Value* zero = builder_.getInt64(0);
+        emit_guarded(builder_.CreateAnd(builder_.CreateICmpSGT(m, zero), builder_.CreateICmpSGT(n, zero)), [&] {
+            const GemmKind& kind = gemm.kind;
+            std::vector<Value*> values;
+            for (const int fact : {int{kind.transpose_a}, int{kind.transpose_b}, static_cast<int>(kind.operands),
+                                   static_cast<int>(kind.result), kind.algorithm}) {
+                values.push_back(builder_.getInt64(static_cast<std::uint64_t>(fact)));
+            }
+            values.insert(values.end(), {m, n});
+            for (const Expr* e :
+                 {&gemm.k, &gemm.a, &gemm.lda, &gemm.b, &gemm.ldb, &gemm.result, &gemm.ld, &gemm.adds, &gemm.factors, &gemm.workspace}) {
+                values.push_back(emit(*e));
+            }
+            static_assert(sizeof(GemmCall) == 17 * sizeof(std::int64_t));
+            for (std::size_t i = 0; i < values.size(); ++i) {
+                builder_.CreateStore(values[i], builder_.CreateConstInBoundsGEP1_64(i64_, gemm_call_, i));
+            }
+            auto* type = llvm::FunctionType::get(i32_, {pointer_, pointer_, pointer_}, false);
+            Value* callee = load_field(offsetof(LauncherContext, gemm));
+            emit_check(builder_.CreateCall(type, callee, {context_, gemm_call_, stream_}), index);
+        });
+    }
+
     void emit_statement(const Launch& launch, std::int64_t index) {
         const auto kernel = static_cast<std::size_t>(launch.kernel);
         if (launch.kernel < 0 || kernel >= kernels_.size()) {
@@ -277,6 +304,7 @@ private:
     Value* encode_map_ = nullptr;
     Value* launch_overlapping_ = nullptr;
     llvm::AllocaInst* kernel_params_ = nullptr;
+    llvm::AllocaInst* gemm_call_ = nullptr;
     std::vector<Value*> variables_;
     std::vector<std::map<const Expr::Node*, Value*>> scopes_;
     std::int64_t next_statement_ = 0;
@@ -318,6 +346,7 @@ const char* failed_call(const LaunchProgram& program, const std::vector<KernelEn
     if (failure.tensor_map) return "cuTensorMapEncodeTiled";
     const Statement& statement = numbered_statement(program, failure.statement);
     if (std::holds_alternative<MemsetZero>(statement.value)) return "cuMemsetD8Async";
+    if (std::holds_alternative<Gemm>(statement.value)) return "cublasLtMatmul";
     const auto* launch = std::get_if<Launch>(&statement.value);
     if (launch == nullptr) throw InternalError(fmt::format("statement {} of a launch program calls nothing", failure.statement));
     return kernels.at(static_cast<std::size_t>(launch->kernel)).overlaps_previous ? "cuLaunchKernelEx" : "cuLaunchKernel";

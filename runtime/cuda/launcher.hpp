@@ -29,10 +29,23 @@ struct LauncherContext {
     /// element_bytes): writes the CUtensorMap that a TensorMapField describes; encode_map below, or a stand-in.
     void* encode_map = nullptr;
     void* tensor_map_encode = nullptr;  ///< cuTensorMapEncodeTiled
+    /// int (const LauncherContext*, const GemmCall*, CUstream): multiplies; run_gemm of cublaslt.hpp, or a stand-in.
+    void* gemm = nullptr;
+    const void* gemm_library = nullptr;  ///< object that `gemm` multiplies with
+};
+
+/// A Gemm with the values that its fields have in one call. Compiled launchers write it: all fields have eight bytes.
+struct GemmCall {
+    std::int64_t transpose_a, transpose_b;
+    std::int64_t operands, result_type;  ///< DType
+    std::int64_t algorithm;
+    std::int64_t m, n, k;
+    std::int64_t a, lda, b, ldb, result, ld;
+    std::int64_t adds, factors, workspace;
 };
 
 /// Returns 0, or of the first call that failed (CUresult | number of its statement << 32), with kMapFailed added where the call was to
-/// write a tensor map. Nothing is launched after it. launcher_failure reads the number.
+/// write a tensor map; of a product, the library's status. Nothing is launched after it. launcher_failure reads the number.
 using LauncherFunction = std::int64_t (*)(const LauncherContext* context, const std::int64_t* slots, void* stream);
 inline constexpr std::uint64_t kMapFailed = 1ULL << 31;
 
@@ -40,12 +53,12 @@ inline constexpr std::uint64_t kMapFailed = 1ULL << 31;
 struct LauncherFailure {
     std::size_t statement = 0;  ///< numbered_statement's
     bool tensor_map = false;    ///< whether the call was to write a tensor map of the statement's launch
-    int result = 0;             ///< CUresult
+    int result = 0;             ///< CUresult, or cublasStatus_t of a Gemm
     friend bool operator==(const LauncherFailure&, const LauncherFailure&) = default;
 };
 /// Failure that a LauncherFunction has returned; std::nullopt where nothing failed.
 [[nodiscard]] std::optional<LauncherFailure> launcher_failure(std::int64_t returned) noexcept;
-/// The driver's function that failed: "cuLaunchKernel".
+/// The function that failed, the driver's or the library's: "cuLaunchKernel", "cublasLtMatmul".
 [[nodiscard]] const char* failed_call(const LaunchProgram& program, const std::vector<KernelEntry>& kernels,
                                       const LauncherFailure& failure);
 

@@ -16,6 +16,7 @@ namespace flce {
 namespace {
 
 using test::interpret;
+using test::InterpretedGemm;
 using test::InterpretedLaunch;
 using test::InterpretedMap;
 
@@ -84,6 +85,21 @@ int record_map(const LauncherContext* context, void* map, std::int64_t address, 
     return 0;
 }
 
+/// A product as a call: its numbers as the parameters of kernel −2.
+Call call_of(GemmCall gemm) {
+    gemm.adds = gemm.adds != 0 ? 1 : 0;
+    Call call{-2, {}, std::vector<std::byte>(sizeof gemm), 0, 0};
+    std::memcpy(call.params.data(), &gemm, sizeof gemm);
+    return call;
+}
+
+int record_gemm(const LauncherContext* context, const GemmCall* gemm, void* stream) {
+    EXPECT_EQ(context->gemm_library, recorder);
+    recorder->calls.push_back(call_of(*gemm));
+    recorder->stream = stream;
+    return outcome();
+}
+
 CpuProperties host() {
 #if defined(__aarch64__)
     return launcher_target("aarch64-unknown-linux-gnu");
@@ -100,7 +116,12 @@ std::vector<Call> interpreted(const LaunchProgram& program, const CallSlots& slo
             calls.push_back({launch.kernel, launch.grid, launch.params, 0, 0});
             for (const InterpretedMap& map : launch.maps) write_map(calls.back().params.data() + map.offset, map);
         },
-        [&](std::int64_t address, std::int64_t bytes) { calls.push_back({-1, {}, {}, address, bytes}); });
+        [&](std::int64_t address, std::int64_t bytes) { calls.push_back({-1, {}, {}, address, bytes}); },
+        [&](const InterpretedGemm& g) {
+            calls.push_back(call_of({g.kind.transpose_a, g.kind.transpose_b, static_cast<std::int64_t>(g.kind.operands),
+                                     static_cast<std::int64_t>(g.kind.result), g.kind.algorithm, g.m, g.n, g.k, g.a, g.lda, g.b, g.ldb,
+                                     g.result, g.ld, g.adds, g.factors, g.workspace}));
+        });
     return calls;
 }
 
@@ -118,12 +139,14 @@ public:
         context_.functions = functions_.data();
         context_.encode_map = reinterpret_cast<void*>(&record_map);
         context_.launch_overlapping = reinterpret_cast<void*>(&record_overlapping);
+        context_.gemm = reinterpret_cast<void*>(&record_gemm);
     }
 
     std::int64_t run(bool backward, const CallSlots& slots, Recorder& into, void* stream = nullptr) const {
         recorder = &into;
         LauncherContext context = context_;
         context.tensor_map_encode = &into;
+        context.gemm_library = &into;
         for (const Call& call : interpreted(backward ? program_.backward : program_.forward, slots))
             into.param_bytes.push_back(call.params.size());
         const std::int64_t result = (backward ? backward_ : forward_)(&context, slots.data(), stream);
@@ -224,6 +247,15 @@ private:
         return launch;
     }
 
+    Gemm gemm() {
+        Gemm made{.kind = {"product", pick(2) == 0, pick(2) == 0, DType::fp16, pick(2) == 0 ? DType::fp32 : DType::bf16, pick(3)}};
+        for (Expr* e : {&made.m, &made.n, &made.k, &made.a, &made.lda, &made.b, &made.ldb, &made.result, &made.ld, &made.adds,
+                        &made.factors, &made.workspace}) {
+            *e = expression(2);
+        }
+        return made;
+    }
+
     std::vector<Statement> body(int depth) {
         std::vector<Statement> statements;
         for (int count = 1 + pick(3); count > 0; --count) {
@@ -231,7 +263,11 @@ private:
             if (kind < 2) {
                 statements.push_back({launch()});
             } else if (kind == 2) {
-                statements.push_back({MemsetZero{expression(2), expression(2)}});
+                if (pick(2) == 0) {
+                    statements.push_back({gemm()});
+                } else {
+                    statements.push_back({MemsetZero{expression(2), expression(2)}});
+                }
             } else if (kind == 3) {
                 const Expr condition = expression(2);
                 statements.push_back({If{condition, body(depth - 1)}});
@@ -324,7 +360,7 @@ TEST(Launcher, FailedCall_ReturnsItsResultAndStatementAndStops) {
 }
 
 TEST(Launcher, FailedCall_IsNamedByWhatTheStatementIs) {
-    const LaunchProgram program{{{MemsetZero{16, 16}}, {Loop{0, Expr(2), {{Launch{1}}}}}, {Launch{0}}}, 1};
+    const LaunchProgram program{{{MemsetZero{16, 16}}, {Loop{0, Expr(2), {{Launch{1}}}}}, {Launch{0}}, {Gemm{}}}, 1};
     const auto call = [&](std::size_t statement, bool tensor_map) {
         return std::string(failed_call(program, three_kernels(), {statement, tensor_map, kFailure}));
     };
@@ -332,8 +368,9 @@ TEST(Launcher, FailedCall_IsNamedByWhatTheStatementIs) {
     EXPECT_EQ(call(2, false), "cuLaunchKernelEx") << "which overlaps the kernel before it";
     EXPECT_EQ(call(2, true), "cuTensorMapEncodeTiled");
     EXPECT_EQ(call(3, false), "cuLaunchKernel");
+    EXPECT_EQ(call(4, false), "cublasLtMatmul");
     EXPECT_THROW(call(1, false), InternalError) << "a loop calls nothing";
-    EXPECT_THROW(call(4, false), InternalError) << "there are four statements";
+    EXPECT_THROW(call(5, false), InternalError) << "there are five statements";
 }
 
 TEST(Launcher, MapThatCannotBeWritten_LaunchesNothing) {

@@ -29,9 +29,23 @@ LaunchProgram everything() {
     program.body.push_back({MemsetZero{slot(Slot::workspace), n() * 4}});
     program.body.push_back({Loop{0, ceil_div(n(), 128), {{launch}}}});
     program.body.push_back({If{less(n(), 7), {{MemsetZero{slot(Slot::lse), Expr(16)}}}}});
+    program.body.push_back({Gemm{.kind = {"product", true, false, DType::bf16, DType::fp32, 1},
+                                 .m = n(),
+                                 .n = Expr(2048),
+                                 .k = n() + 2,
+                                 .a = slot(Slot::hidden),
+                                 .lda = Expr(8),
+                                 .b = slot(Slot::weight),
+                                 .ldb = Expr(16),
+                                 .result = slot(Slot::workspace),
+                                 .ld = Expr(24),
+                                 .adds = less(n(), 3),
+                                 .factors = slot(Slot::lse),
+                                 .workspace = slot(Slot::loss)}});
     return program;
 }
 
+Gemm& gemm_of(LaunchProgram& program) { return std::get<Gemm>(program.body[3].value); }
 Launch& launch_of(LaunchProgram& program) { return std::get<Launch>(std::get<Loop>(program.body[1].value).body[0].value); }
 MemsetZero& memset_of(LaunchProgram& program) { return std::get<MemsetZero>(program.body[0].value); }
 
@@ -45,6 +59,24 @@ TEST(ProgramIdentity, AnyFieldChanged_Another) {
     const std::map<std::string, std::function<void(LaunchProgram&)>> changes{
         {"variables", [&](LaunchProgram& p) { ++p.variable_count; }},
         {"kernel", [&](LaunchProgram& p) { ++launch_of(p).kernel; }},
+        {"gemm's name", [&](LaunchProgram& p) { gemm_of(p).kind.name = "other"; }},
+        {"gemm's a", [&](LaunchProgram& p) { gemm_of(p).kind.transpose_a = false; }},
+        {"gemm's b", [&](LaunchProgram& p) { gemm_of(p).kind.transpose_b = true; }},
+        {"gemm's operands", [&](LaunchProgram& p) { gemm_of(p).kind.operands = DType::fp16; }},
+        {"gemm's result", [&](LaunchProgram& p) { gemm_of(p).kind.result = DType::bf16; }},
+        {"gemm's algorithm", [&](LaunchProgram& p) { ++gemm_of(p).kind.algorithm; }},
+        {"gemm's m", [&](LaunchProgram& p) { gemm_of(p).m = other; }},
+        {"gemm's n", [&](LaunchProgram& p) { gemm_of(p).n = other; }},
+        {"gemm's k", [&](LaunchProgram& p) { gemm_of(p).k = other; }},
+        {"address of a", [&](LaunchProgram& p) { gemm_of(p).a = other; }},
+        {"rows of a", [&](LaunchProgram& p) { gemm_of(p).lda = other; }},
+        {"address of b", [&](LaunchProgram& p) { gemm_of(p).b = other; }},
+        {"rows of b", [&](LaunchProgram& p) { gemm_of(p).ldb = other; }},
+        {"address of the result", [&](LaunchProgram& p) { gemm_of(p).result = other; }},
+        {"rows of the result", [&](LaunchProgram& p) { gemm_of(p).ld = other; }},
+        {"adds", [&](LaunchProgram& p) { gemm_of(p).adds = other; }},
+        {"factors", [&](LaunchProgram& p) { gemm_of(p).factors = other; }},
+        {"gemm's workspace", [&](LaunchProgram& p) { gemm_of(p).workspace = other; }},
         {"grid x", [&](LaunchProgram& p) { launch_of(p).grid[0] = other; }},
         {"grid y", [&](LaunchProgram& p) { launch_of(p).grid[1] = other; }},
         {"grid z", [&](LaunchProgram& p) { launch_of(p).grid[2] = other; }},

@@ -3,14 +3,21 @@
 #include <cstring>
 #include <variant>
 
+#include "flce/error.hpp"
+
 namespace flce::test {
 namespace {
 
 class Interpreter {
 public:
     Interpreter(const LaunchProgram& program, const CallSlots& slots, const std::function<void(const InterpretedLaunch&)>& on_launch,
-                const std::function<void(std::int64_t, std::int64_t)>& on_memset)
-        : slots_(slots), on_launch_(on_launch), on_memset_(on_memset), variables_(static_cast<std::size_t>(program.variable_count), 0) {}
+                const std::function<void(std::int64_t, std::int64_t)>& on_memset,
+                const std::function<void(const InterpretedGemm&)>& on_gemm)
+        : slots_(slots),
+          on_launch_(on_launch),
+          on_memset_(on_memset),
+          on_gemm_(on_gemm),
+          variables_(static_cast<std::size_t>(program.variable_count), 0) {}
 
     void run(const std::vector<Statement>& body) {
         for (const Statement& statement : body) std::visit([this](const auto& s) { execute(s); }, statement.value);
@@ -54,17 +61,38 @@ private:
         if (bytes > 0) on_memset_(value(memset.address), bytes);
     }
 
+    void execute(const Gemm& gemm) {
+        const InterpretedGemm result{gemm.kind,
+                                     value(gemm.m),
+                                     value(gemm.n),
+                                     value(gemm.k),
+                                     value(gemm.a),
+                                     value(gemm.lda),
+                                     value(gemm.b),
+                                     value(gemm.ldb),
+                                     value(gemm.result),
+                                     value(gemm.ld),
+                                     value(gemm.adds) != 0,
+                                     value(gemm.factors),
+                                     value(gemm.workspace)};
+        if (result.m <= 0 || result.n <= 0) return;
+        if (!on_gemm_) throw InternalError("a program with a Gemm, and nobody to take it");
+        on_gemm_(result);
+    }
+
     const CallSlots& slots_;
     const std::function<void(const InterpretedLaunch&)>& on_launch_;
     const std::function<void(std::int64_t, std::int64_t)>& on_memset_;
+    const std::function<void(const InterpretedGemm&)>& on_gemm_;
     std::vector<std::int64_t> variables_;
 };
 
 }  // namespace
 
 void interpret(const LaunchProgram& program, const CallSlots& slots, const std::function<void(const InterpretedLaunch&)>& on_launch,
-               const std::function<void(std::int64_t address, std::int64_t bytes)>& on_memset) {
-    Interpreter(program, slots, on_launch, on_memset).run(program.body);
+               const std::function<void(std::int64_t address, std::int64_t bytes)>& on_memset,
+               const std::function<void(const InterpretedGemm&)>& on_gemm) {
+    Interpreter(program, slots, on_launch, on_memset, on_gemm).run(program.body);
 }
 
 }  // namespace flce::test

@@ -32,9 +32,27 @@ struct InterpretedLaunch {
     std::vector<InterpretedMap> maps;
 };
 
+/// A product by the library with the values that its fields have in one call.
+struct InterpretedGemm {
+    GemmKind kind;
+    std::int64_t m = 0;
+    std::int64_t n = 0;
+    std::int64_t k = 0;
+    std::int64_t a = 0;
+    std::int64_t lda = 0;
+    std::int64_t b = 0;
+    std::int64_t ldb = 0;
+    std::int64_t result = 0;
+    std::int64_t ld = 0;
+    bool adds = false;
+    std::int64_t factors = 0;
+    std::int64_t workspace = 0;
+};
+
 /// Calls `on_launch` for every launch (grid, parameter block) and `on_memset` for every memset, in order, leaving out empty ones: the
-/// reference meaning of a program.
+/// reference meaning of a program. `on_gemm`: for every product by the library; without it, InternalError where there is one.
 void interpret(const LaunchProgram& program, const CallSlots& slots, const std::function<void(const InterpretedLaunch&)>& on_launch,
-               const std::function<void(std::int64_t address, std::int64_t bytes)>& on_memset);
+               const std::function<void(std::int64_t address, std::int64_t bytes)>& on_memset,
+               const std::function<void(const InterpretedGemm&)>& on_gemm = {});
 
 }  // namespace flce::test
