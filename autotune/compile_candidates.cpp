@@ -6,13 +6,14 @@
 #include <set>
 
 #include "autotune/search_space.hpp"
+#include "runtime/kernel_factory.hpp"
 
 namespace flce {
 namespace {
 
 /// Plans that a search for such a call asks for first, with launchers; then plans that have the other kernels.
 std::vector<Plan> plans_of_search(const TuneOptions& options, const Spec& spec, const Device& device, const PlanRequest& request) {
-    std::vector<Plan> plans = seed_plans(spec, device, request, SearchOptions{}.seeds);
+    std::vector<Plan> plans = seed_plans(spec, device, request, SearchOptions{}.seeds, cublaslt_version());
     const Plan first = plans.front();
     for (const Coordinate& coordinate : coordinates(spec, device, first, options.coordinates)) {
         std::ranges::copy(coordinate.plans, std::back_inserter(plans));

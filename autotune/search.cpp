@@ -35,7 +35,7 @@ public:
 
     SearchResult run() {
         SearchResult result;
-        const std::vector<Plan> seeds = seed_plans(spec_, device_, options_.request, options_.seeds);
+        const std::vector<Plan> seeds = seed_plans(spec_, device_, options_.request, options_.seeds, options_.library_version);
         result.default_plan = seeds.front().text();
         try {
             explore(seeds);

@@ -52,6 +52,7 @@ struct SearchOptions {
     std::string run;  ///< id of this run, under which its times are kept
     PlanRequest request;
     std::vector<Plan> extra;        ///< candidates of the user's, measured before all others
+    int library_version = 0;        ///< seed_plans'
     std::size_t seeds = 3;          ///< first candidates of the favourite path and strategy, beside one of each other
     std::vector<std::string> only;  ///< names of the coordinates to vary; empty: all
     std::size_t finalists = 4;      ///< the quickest few; the cost model's choice, and at most as many of the user's are timed with them

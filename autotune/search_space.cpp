@@ -12,6 +12,7 @@
 #include "generator/cpu/blocks.hpp"
 #include "generator/cuda/common/cuda_path.hpp"
 #include "generator/cuda_program.hpp"
+#include "generator/planner.hpp"
 
 namespace flce {
 namespace {
@@ -54,6 +55,30 @@ private:
     std::vector<Plan> plans_;
 };
 
+Coordinate rasters(const Spec& spec, const Device& device, const Plan& plan) {
+    Variants variants(spec, device, plan);
+    for (const int raster : {4, 8, 16}) {
+        Plan other = plan;
+        other.cuda.raster = raster;
+        variants.add(other);
+    }
+    return {"raster", std::move(variants).sorted()};
+}
+
+/// The next algorithms that the library names for each product, where its version is known.
+Coordinate algorithms(const Spec& spec, const Device& device, const Plan& plan) {
+    constexpr int kMost = 3;
+    Variants variants(spec, device, plan);
+    for (int LibraryPlan::* product : {&LibraryPlan::grad_weight, &LibraryPlan::grad_hidden, &LibraryPlan::logits}) {
+        for (int number = 0; number < kMost && plan.cuda.library.version > 0; ++number) {
+            Plan other = plan;
+            other.cuda.library.*product = number;
+            variants.add(other);
+        }
+    }
+    return {"algorithms", std::move(variants).sorted()};
+}
+
 std::vector<Coordinate> cuda_coordinates(const Spec& spec, const Device& device, const Plan& plan) {
     // Backward's products are two thirds of the time; the order of tiles is compiled into every kernel, so it comes last.
     constexpr std::array<std::pair<const char*, GemmTile CudaPlan::*>, 4> kTiles = {{{"grad_weight", &CudaPlan::grad_weight},
@@ -73,13 +98,7 @@ std::vector<Coordinate> cuda_coordinates(const Spec& spec, const Device& device,
     Variants chunks(spec, device, plan);
     for (const std::int64_t rows : {4096, 8192, 16384, 32768}) chunks.add(with_chunk(spec, plan, rows));
     result.push_back({"chunk", std::move(chunks).sorted()});
-    Variants rasters(spec, device, plan);
-    for (const int raster : {4, 8, 16}) {
-        Plan other = plan;
-        other.cuda.raster = raster;
-        rasters.add(other);
-    }
-    result.push_back({"raster", std::move(rasters).sorted()});
+    result.push_back(cuda_path(plan.path).calls_library ? algorithms(spec, device, plan) : rasters(spec, device, plan));
     return result;
 }
 
@@ -136,7 +155,7 @@ std::vector<std::string> kernels_of(const Spec& spec, const Device& device, cons
 }  // namespace
 
 std::vector<std::string> coordinate_names(DeviceKind kind) {
-    if (kind == DeviceKind::cuda) return {"grad_weight", "grad_hidden", "forward", "dlogits", "chunk", "raster"};
+    if (kind == DeviceKind::cuda) return {"grad_weight", "grad_hidden", "forward", "dlogits", "chunk", "raster", "algorithms"};
     return {"blocks", "block_m", "block_n", "block_k", "chunk", "bf16_dot"};
 }
 
@@ -164,12 +183,21 @@ std::vector<Plan> all_combinations(const Spec& spec, const Device& device, const
     return reached;
 }
 
-std::vector<Plan> seed_plans(const Spec& spec, const Device& device, const PlanRequest& request, std::size_t count) {
+std::vector<Plan> seed_plans(const Spec& spec, const Device& device, const PlanRequest& request, std::size_t count, int library_version) {
     std::map<std::pair<PlanPath, Strategy>, std::size_t> taken;
     std::vector<Plan> seeds;
-    for (const Plan& plan : candidate_plans(spec, device, request)) {
+    const auto add = [&](Plan plan) {
+        const bool calls_library = plan.path != PlanPath::cpu && cuda_path(plan.path).calls_library;
+        if (calls_library && library_version == 0 && !seeds.empty()) return;
+        if (calls_library) plan.cuda.library.version = library_version;
+        if (std::ranges::find(seeds, plan) != seeds.end()) return;
         const bool favourite = seeds.empty() || (plan.path == seeds.front().path && plan.strategy == seeds.front().strategy);
         if (taken[{plan.path, plan.strategy}]++ < (favourite ? count : 1)) seeds.push_back(plan);
+    };
+    std::ranges::for_each(candidate_plans(spec, device, request), add);
+    // Paths that the planner leaves out here may be the quickest nonetheless.
+    for (const CudaPath* path : cuda_paths()) {
+        if (device.kind == DeviceKind::cuda) std::ranges::for_each(path_plans(spec, device, path->id, request), add);
     }
     return seeds;
 }

@@ -26,7 +26,9 @@ struct Coordinate {
                                                  const std::vector<std::string>& only, std::size_t most);
 
 /// The first candidates in the cost model's order, where a search begins: `count` of the favourite's path and strategy, one of each other.
-[[nodiscard]] std::vector<Plan> seed_plans(const Spec& spec, const Device& device, const PlanRequest& request, std::size_t count);
+/// `library_version`: of the cuBLASLt that is here; 0: there is none, and no plan calls it but where it is the favourite.
+[[nodiscard]] std::vector<Plan> seed_plans(const Spec& spec, const Device& device, const PlanRequest& request, std::size_t count,
+                                           int library_version = 0);
 
 /// Plans that have, between them, every kernel that a search from `plan` along these coordinates can come to; `plan` is the first, and each
 /// of the others is one change away from one before it. A kernel is compiled code, so plans that differ in sizes alone (chunks, a CPU's

@@ -10,6 +10,7 @@
 #include "autotune/provenance.hpp"
 #include "autotune/search_space.hpp"
 #include "runtime/environment.hpp"
+#include "runtime/kernel_factory.hpp"
 #include "runtime/text.hpp"
 
 namespace flce {
@@ -139,6 +140,7 @@ Tuned Tuner::tune(const Spec& spec, std::int64_t num_tokens) {
     const Device& device = session_.device();
     SearchOptions search_options{.request = tuned_request(options_, session_, spec, device, num_tokens),
                                  .extra = options_.plans,
+                                 .library_version = device.kind == DeviceKind::cuda ? cublaslt_version() : 0,
                                  .only = options_.coordinates,
                                  .exhaustive = options_.exhaustive};
     for (const Plan& plan : options_.plans) {

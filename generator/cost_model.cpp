@@ -5,7 +5,6 @@
 #include "flce/plan.hpp"
 #include "generator/cpu/cost.hpp"
 #include "generator/cuda/common/cuda_path.hpp"
-#include "generator/cuda/common/gemm_cost.hpp"
 
 namespace flce {
 namespace {
@@ -21,7 +20,8 @@ Cost estimate_forward(const Spec& spec, const Device& device, const Plan& plan, 
     if (num_tokens <= 0) return {};
     const auto n = static_cast<double>(num_tokens);
     const double part = retained_part(plan, retained);
-    return plan.path == PlanPath::cpu ? cpu_forward_cost(spec, device, plan, n, part) : gpu_forward_cost(spec, device, plan, n, part);
+    if (plan.path == PlanPath::cpu) return cpu_forward_cost(spec, device, plan, n, part);
+    return cuda_path(plan.path).forward_cost(spec, device, plan, n, part);
 }
 
 Cost estimate_backward(const Spec& spec, const Device& device, const Plan& plan, std::int64_t num_tokens, std::optional<double> retained) {

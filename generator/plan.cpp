@@ -95,6 +95,38 @@ constexpr std::array kCudaKeys = {
             [](Plan& p, Text k, Text v) { read_number(p.cuda.raster, k, v); }},
 };
 
+/// A tile of which a plan's text has the first two numbers: what one call of a library computes.
+template <GemmTile CudaPlan::* tile>
+constexpr PlanKey call_key(std::string_view name) {
+    return {name, false, [](const Plan& p) { return fmt::format("{}x{}", (p.cuda.*tile).block_m, (p.cuda.*tile).block_n); },
+            [](Plan& p, Text k, Text v) {
+                GemmTile t{1, 1, 1, 1, 1, 1};
+                if (!read_numbers(v, "x", std::array{&t.block_m, &t.block_n})) bad_value(k, v, "tokens x columns, for example 4096x2048");
+                p.cuda.*tile = t;
+            }};
+}
+
+constexpr std::array kLibraryKeys = {
+    kChunk,
+    kScratch,
+    call_key<&CudaPlan::forward>("forward"),
+    call_key<&CudaPlan::dlogits>("dlogits"),
+    PlanKey{"cublaslt", true, [](const Plan& p) { return std::to_string(p.cuda.library.version); },
+            [](Plan& p, Text k, Text v) { read_number(p.cuda.library.version, k, v); }},
+    PlanKey{"algorithms", false,
+            [](const Plan& p) {
+                const LibraryPlan& l = p.cuda.library;
+                return fmt::format("{}/{}/{}", l.logits, l.grad_hidden, l.grad_weight);
+            },
+            [](Plan& p, Text k, Text v) {
+                LibraryPlan& l = p.cuda.library;
+                if (!read_numbers(v, "//", std::array{&l.logits, &l.grad_hidden, &l.grad_weight})) {
+                    bad_value(k, v, "logits / grad_hidden / grad_weight, for example 0/0/0");
+                }
+                p.cuda.grad_hidden = p.cuda.grad_weight = {1, 1, 1, 1, 1, 1};
+            }},
+};
+
 constexpr std::array kCpuKeys = {
     PlanKey{"vector", true, [](const Plan& p) { return std::to_string(p.cpu.vector_bits); },
             [](Plan& p, Text k, Text v) { read_number(p.cpu.vector_bits, k, v); }},
@@ -119,6 +151,7 @@ constexpr std::array kCpuKeys = {
 
 std::span<const PlanKey> keys_of(PlanPath path) {
     if (path == PlanPath::cpu) return kCpuKeys;
+    if (cuda_path(path).calls_library) return kLibraryKeys;
     return kCudaKeys;
 }
 

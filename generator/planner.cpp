@@ -71,8 +71,9 @@ Plan with_chunk(const Spec& spec, Plan plan, std::int64_t most) {
 std::vector<GemmTile> legal_tiles(const Spec& spec, const Device& device, const CudaPath& path, GemmRole role, int widest, Search& search) {
     std::vector<GemmTile> tiles;
     for (const TileCandidate& candidate : path.tiles(spec.dtype)) {
-        if (std::max(candidate.tile.block_m, candidate.tile.block_n) > widest) continue;
+        if (!path.calls_library && std::max(candidate.tile.block_m, candidate.tile.block_n) > widest) continue;
         if (auto reason = path.tile_problem(spec, device, role, candidate.tile)) {
+            if (path.calls_library) continue;  // some are for other roles
             const GemmTile& t = candidate.tile;
             const TileWarps warps = path.warps(t);
             ++search.refusals[fmt::format("{}={}x{}x{}x{}/{}x{}: {}", kRoleNames[static_cast<std::size_t>(role)], t.block_m, t.block_n,
@@ -87,6 +88,18 @@ std::vector<GemmTile> legal_tiles(const Spec& spec, const Device& device, const 
 /// Leaves those that are `good`, where there are any.
 void prefer(std::vector<GemmTile>& tiles, const std::function<bool(const GemmTile&)>& good) {
     if (std::ranges::any_of(tiles, good)) std::erase_if(tiles, std::not_fn(good));
+}
+
+/// Leaves the tiles of each role that scratch has room for, where the other roles have their last tiles; the last ones in any case.
+void leave_what_fits(const Spec& spec, const Device& device, Plan plan, std::vector<std::vector<GemmTile>>& tiles) {
+    for (std::size_t role = 0; role < tiles.size(); ++role) {
+        const GemmTile last = tiles[role].back();
+        std::erase_if(tiles[role], [&](const GemmTile& tile) {
+            for (std::size_t other = 0; other < tiles.size(); ++other) plan.cuda.*kRoleTiles[other] = tiles[other].back();
+            plan.cuda.*kRoleTiles[role] = tile;
+            return tile != last && illegal_reason(spec, device, with_chunk(spec, plan, 1)).has_value();
+        });
+    }
 }
 
 /// The four GEMMs do not influence each other's time, so a path's best plan has each role's best tile; the others differ from it in one
@@ -111,6 +124,7 @@ std::vector<Plan> path_candidates(const Spec& spec, const Device& device, const 
         }
         if (tiles.back().empty()) return {};
     }
+    if (path.calls_library) leave_what_fits(spec, device, best, tiles);
     const Device rating = rating_device(device);
     for (std::size_t role = 0; role < 4; ++role) best.cuda.*kRoleTiles[role] = tiles[role].front();
     for (std::size_t role = 0; role < 4; ++role) {
@@ -131,6 +145,7 @@ std::vector<Plan> path_candidates(const Spec& spec, const Device& device, const 
         }
     }
     for (const int raster : {4, 16}) {
+        if (path.calls_library) break;  // the order of tiles is the library's
         Plan plan = with_chunk(spec, best, kChunks[0]);
         plan.cuda.raster = raster;
         plans.push_back(plan);
@@ -138,10 +153,12 @@ std::vector<Plan> path_candidates(const Spec& spec, const Device& device, const 
     return plans;
 }
 
-std::vector<Plan> cuda_candidates(const Spec& spec, const Device& device, const PlanRequest& request, int widest, Search& search) {
+/// Candidates of the path for all and of the device's own, or of `only`.
+std::vector<Plan> cuda_candidates(const Spec& spec, const Device& device, const PlanRequest& request, const CudaPath* only, int widest,
+                                  Search& search) {
     std::vector<Plan> plans;
     for (const CudaPath* path : cuda_paths()) {
-        if (path != cuda_paths().front() && !path->is_own_of(device)) continue;
+        if (only != nullptr ? path != only : path != cuda_paths().front() && !path->is_own_of(device)) continue;
         for (const Strategy strategy : path->strategies) {
             std::ranges::copy(path_candidates(spec, device, *path, strategy, request, widest, search), std::back_inserter(plans));
         }
@@ -191,7 +208,7 @@ void rate(const Spec& spec, const Device& device, const std::vector<Plan>& candi
     for (const Rated& r : rated) search.plans.push_back(r.plan);
 }
 
-Search search_plans(const Spec& spec, const Device& device, const PlanRequest& request) {
+Search search_plans(const Spec& spec, const Device& device, const PlanRequest& request, const CudaPath* only = nullptr) {
     Search search;
     if (device.kind == DeviceKind::cpu) {
         rate(spec, device, cpu_candidates(spec, device, request), search);
@@ -199,10 +216,10 @@ Search search_plans(const Spec& spec, const Device& device, const PlanRequest& r
     }
     // Wide tiles need wide chunks, for which a very large hidden_size or little scratch leaves no room. A device's own path with narrow
     // ones is quicker than the path for all with wide ones.
-    const CudaPath* own_path = own_cuda_path(spec, device);
+    const CudaPath* own_path = only != nullptr ? only : own_cuda_path(spec, device);
     std::vector<Plan> candidates;
     for (const int widest : {256, 128, 64}) {
-        std::ranges::copy(cuda_candidates(spec, device, request, widest, search), std::back_inserter(candidates));
+        std::ranges::copy(cuda_candidates(spec, device, request, only, widest, search), std::back_inserter(candidates));
         search.plans.clear();
         rate(spec, device, candidates, search);
         const auto on_own_path = [&](const Plan& plan) { return plan.path == own_path->id; };
@@ -353,6 +370,11 @@ std::vector<Plan> candidate_plans(const Spec& any_spec, const Device& device, co
                                     refusals_text(search)));
     }
     return std::move(search.plans);
+}
+
+std::vector<Plan> path_plans(const Spec& spec, const Device& device, PlanPath path, const PlanRequest& request) {
+    if ((path == PlanPath::cpu) != (device.kind == DeviceKind::cpu)) return {};
+    return search_plans(spec.normalized(), device, request, path == PlanPath::cpu ? nullptr : &cuda_path(path)).plans;
 }
 
 Plan choose_plan(const Spec& spec, const Device& device, const PlanRequest& request) {

@@ -52,6 +52,10 @@ enum class OwnMemory {
 /// Whether own_memory is OwnMemory::all. grad_weight's tiles may then be any.
 [[nodiscard]] bool retains_apart(const Spec& spec, const Device& device, const PlanRequest& request);
 
+/// Legal candidates of one path, best expected first, whether or not the planner prefers the path on the device; none where the path cannot
+/// express `spec` there. Throws SpecError.
+[[nodiscard]] std::vector<Plan> path_plans(const Spec& spec, const Device& device, PlanPath path, const PlanRequest& request = {});
+
 /// The least scratch with which candidate_plans has a plan; absent where no scratch is enough. Throws SpecError.
 [[nodiscard]] std::optional<std::int64_t> smallest_scratch_bytes(const Spec& spec, const Device& device);
 

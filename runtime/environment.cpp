@@ -14,6 +14,7 @@
 #include <string_view>
 
 #include "cache/log.hpp"
+#include "generator/cuda/common/cuda_path.hpp"
 
 namespace flce {
 namespace {
@@ -56,6 +57,8 @@ constexpr std::array kTable{
     Entry{"FLCE_DEVICE", "device of sessions that name none: cpu, cuda, cuda:1, …", "the first CUDA device, else cpu"},
     Entry{"FLCE_NUM_THREADS", "threads of CPU kernels", "every core"},
     Entry{"FLCE_NVRTC", "libnvrtc.so to load, or the folder it is in", "the toolkit, the system, the Python wheel"},
+    Entry{"FLCE_PATH", "the only family of GPU kernels that plans are chosen from: cuda_sm80, cuda_sm90a or cuda_lt", "any"},
+    Entry{"FLCE_CUBLASLT", "cuBLASLt library to load", "the process's, the toolkit, the Python wheel"},
     Entry{"FLCE_LIBCUDA", "CUDA driver library to load", "libcuda.so.1"},
     Entry{"FLCE_NCCL", "NCCL library to load", "libnccl.so.2"},
     Entry{"FLCE_LOG", "least severe message to show: trace, debug, info, warn, error, off", "warn"},
@@ -143,6 +146,16 @@ S3Access parse_s3(const std::function<std::string(const char*)>& get) {
     return s3;
 }
 
+std::string parse_path(const std::string& text) {
+    if (text.empty()) return text;
+    std::string names;
+    for (const CudaPath* path : cuda_paths()) {
+        if (text == path->name) return text;
+        names += fmt::format("{}{}", names.empty() ? "" : ", ", path->name);
+    }
+    throw EnvironmentError(fmt::format("FLCE_PATH is \"{}\"; allowed are {}", text, names));
+}
+
 std::string parse_log_level(const std::string& text) {
     if (text.empty()) return "warn";
     for (const std::string_view level : {"trace", "debug", "info", "warn", "error", "off"}) {
@@ -190,6 +203,8 @@ EnvironmentReading read_environment(const std::function<const char*(const char*)
     read(environment.num_threads, "FLCE_NUM_THREADS",
          [](const char* name, const std::string& text) { return parse_number(name, text, kMostThreads, 0); });
     environment.nvrtc = get("FLCE_NVRTC");
+    read(environment.path, "FLCE_PATH", [](const char*, const std::string& text) { return parse_path(text); });
+    environment.cublaslt = get("FLCE_CUBLASLT");
     environment.libcuda = get("FLCE_LIBCUDA");
     environment.nccl = get("FLCE_NCCL");
     read(environment.strict, "FLCE_STRICT", parse_flag);

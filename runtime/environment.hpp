@@ -35,6 +35,8 @@ struct Environment {
     std::string device;                                     ///< FLCE_DEVICE; empty: not set
     int num_threads = 0;                                    ///< FLCE_NUM_THREADS; 0: every core
     std::filesystem::path nvrtc;                            ///< FLCE_NVRTC: the library or the folder it is in; empty: search
+    std::string path;                                       ///< FLCE_PATH: to_string of a GPU's PlanPath; empty: any
+    std::filesystem::path cublaslt;                         ///< FLCE_CUBLASLT; empty: search
     std::filesystem::path libcuda;                          ///< FLCE_LIBCUDA; empty: libcuda.so.1
     std::filesystem::path nccl;                             ///< FLCE_NCCL; empty: libnccl.so.2
     bool strict = false;                                    ///< FLCE_STRICT

@@ -30,5 +30,7 @@ void compile_cuda_kernel(const BuildRequest& request, ArtifactCache& cache);
 /// CpuProperties::triple of native_cpu(), without asking the CPU for its features.
 [[nodiscard]] std::string native_triple();
 [[nodiscard]] std::vector<Device> cuda_devices(std::string* why = nullptr);
+/// Version of the cuBLASLt that is here (130100 is 13.1.0); 0: there is none.
+[[nodiscard]] int cublaslt_version();
 
 }  // namespace flce

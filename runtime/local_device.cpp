@@ -6,15 +6,18 @@
 
 #include "cache/log.hpp"
 #include "generator/device_tables.hpp"
+#include "runtime/cuda/cublaslt.hpp"
 #include "runtime/cuda/nvrtc.hpp"
 #include "runtime/session.hpp"
 
 namespace flce {
 namespace {
 
-bool nvrtc_is_here(std::string* why) {
+/// Whether a library is here; else `why` not.
+template <class Library>
+bool is_here(std::string* why) {
     try {
-        (void)Nvrtc::load();
+        (void)Library::load();
         return true;
     } catch (const EnvironmentError& error) {
         *why = error.what();
@@ -90,7 +93,8 @@ const Backends& real_backends() {
         .compile_cuda = [](const BuildRequest& request, ArtifactCache& cache) { compile_cuda_kernel(request, cache); },
         .native_cpu = [] { return native_cpu(); },
         .cuda_devices = [](std::string* why) { return cuda_devices(why); },
-        .has_nvrtc = nvrtc_is_here,
+        .has_nvrtc = is_here<Nvrtc>,
+        .has_cublaslt = is_here<CublasLt>,
     };
     return backends;
 }

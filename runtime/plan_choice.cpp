@@ -8,21 +8,30 @@
 
 #include "cache/log.hpp"
 #include "flce/error.hpp"
+#include "generator/cuda/common/cuda_path.hpp"
 #include "generator/planner.hpp"
 
 namespace flce {
 namespace {
 
+/// Whether the query may be answered with a plan of this path.
+bool allows(const PlanQuery& query, PlanPath path) {
+    if (path == PlanPath::cpu) return true;
+    if (query.path && *query.path != path) return false;
+    return !(query.without_library && cuda_path(path).calls_library);
+}
+
 /// A record's plan as a call can have it. The record may have been measured with other scratch: its tiles hold, the bytes are the call's.
 struct Usable {
     std::optional<Plan> plan;
-    std::string why;          ///< reason why the plan cannot be used
+    std::string why;          ///< reason why the plan cannot be used; empty: the query is for other paths
     bool for_memory = false;  ///< whether the plan would be legal with the scratch that it was measured with
 };
 
 Usable usable_plan(const PlanQuery& query, const std::string& text) {
     try {
         const Plan measured = parse_plan(text);
+        if (!allows(query, measured.path)) return {};
         Plan plan = measured;
         plan.scratch_bytes = query.request.scratch_bytes;
         const auto reason = illegal_reason(query.spec, query.device, plan);
@@ -32,6 +41,22 @@ Usable usable_plan(const PlanQuery& query, const std::string& text) {
     } catch (const PlanError& error) {
         return {.why = error.what()};
     }
+}
+
+/// The first candidate that the query allows.
+Plan modelled(const PlanQuery& query) {
+    const bool on_gpu = query.device.kind == DeviceKind::cuda;
+    if (on_gpu && query.path) {
+        const std::vector<Plan> plans = path_plans(query.spec, query.device, *query.path, query.request);
+        if (!plans.empty() && allows(query, *query.path)) return plans.front();
+        const Reason problem = cuda_path(*query.path).problem(query.spec, query.device, Strategy::recompute);
+        throw PlanError(fmt::format("FLCE_PATH is {}, which has no plan for {} on {}: {}", to_string(*query.path), query.spec.text(),
+                                    query.device.name, problem.value_or("nothing legal with this scratch, or no cuBLASLt")));
+    }
+    for (const Plan& plan : candidate_plans(query.spec, query.device, query.request)) {
+        if (allows(query, plan.path)) return plan;
+    }
+    throw PlanError(fmt::format("no plan for {} on {} without cuBLASLt", query.spec.text(), query.device.name));
 }
 
 /// Warns once in a process for each record and reason: a session asks for every number of tokens.
@@ -69,8 +94,7 @@ bool is_outdated(const PlanQuery& query, const RecordedPlan& recorded) {
     const auto may_retain = [&](const RecordedPlan::Timed& timed) {
         return timed.plan.find(fmt::format(":{},", to_string(Strategy::retain))) != std::string::npos;
     };
-    return std::ranges::none_of(recorded.plans, may_retain) &&
-           choose_plan(query.spec, query.device, query.request).strategy == Strategy::retain;
+    return std::ranges::none_of(recorded.plans, may_retain) && modelled(query).strategy == Strategy::retain;
 }
 
 /// The best legal plan of the nearest record that has any, else the cost model's.
@@ -90,7 +114,7 @@ PlanAnswer measured_or_modelled(const PlanQuery& query, RecordStore& records) {
                 if (same_call && usable.plan->text() == timed.plan) answer.measured = time_of(recorded, timed.median_ms);
                 return answer;
             }
-            if (timed.plan != recorded.best()) continue;
+            if (timed.plan != recorded.best() || usable.why.empty()) continue;
             if (usable.for_memory) {
                 answer.passed_over.push_back(fmt::format("the best of tuning record {} needs more scratch than this call's {} bytes: {}",
                                                          recorded.origin, query.request.scratch_bytes, usable.why));
@@ -99,7 +123,7 @@ PlanAnswer measured_or_modelled(const PlanQuery& query, RecordStore& records) {
             }
         }
     }
-    answer.plan = choose_plan(query.spec, query.device, query.request);
+    answer.plan = modelled(query);
     answer.source = answer.passed_over.empty() ? "the cost model's first choice: there is no record of measurements"
                                                : "the cost model's first choice: no plan that was measured fits this call's memory";
     return answer;

@@ -16,7 +16,9 @@ struct PlanQuery {
     const Device& device;
     std::string_view plan;  ///< canonical text from the caller; empty: choose one
     PlanRequest request{};
-    int threads = 0;  ///< threads of CPU kernels; 0: one on each core
+    int threads = 0;                 ///< threads of CPU kernels; 0: one on each core
+    std::optional<PlanPath> path{};  ///< the only path of a GPU that is chosen from (FLCE_PATH)
+    bool without_library = false;    ///< plans that call cuBLASLt are passed over
 };
 
 /// Times that were measured, and of what.

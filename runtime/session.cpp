@@ -5,11 +5,13 @@
 #include <algorithm>
 #include <atomic>
 #include <mutex>
+#include <optional>
 #include <shared_mutex>
 #include <unordered_map>
 #include <utility>
 
 #include "cache/single_flight.hpp"
+#include "generator/cuda/common/cuda_path.hpp"
 #include "generator/planner.hpp"
 #include "runtime/cache_options.hpp"
 #include "runtime/call_requests.hpp"
@@ -116,10 +118,14 @@ struct Session::State {
         }
         if (options.threads < 0) throw ArgumentError(fmt::format("threads is {}; allowed are 0 (every core) and more", options.threads));
         if (options.threads == 0) options.threads = environment.num_threads;
+        for (const CudaPath* known : cuda_paths()) {
+            if (environment.path == known->name) path = known->id;
+        }
     }
 
     SessionOptions options;
     Backends backends;
+    std::optional<PlanPath> path;  ///< FLCE_PATH
     LocalDevice local;
     ArtifactCache cache;
     RecordStore records;
@@ -163,14 +169,28 @@ struct Session::State {
 
     /// Refers to `spec` (normalized), `device` and `plan`.
     [[nodiscard]] PlanQuery query(const Spec& spec, const Device& device, std::string_view plan, const PlanRequest& request) const {
-        return {.spec = spec, .device = device, .plan = plan, .request = request, .threads = options.threads};
+        return {.spec = spec, .device = device, .plan = plan, .request = request, .threads = options.threads, .path = path};
+    }
+
+    /// Whether kernels of the plan, on this machine's device, need a cuBLASLt that is not here.
+    [[nodiscard]] bool needs_absent_library(const Plan& plan, const Device& device, std::string* why) const {
+        if (plan.path == PlanPath::cpu || !cuda_path(plan.path).calls_library || device != local.device) return false;
+        return !backends.has_cublaslt(why);
     }
 
     /// The plan of a call, for get_kernel, prewarm and its check, and explanations alike. Where the first request's plan retains nothing,
     /// what the limit leaves is scratch.
     [[nodiscard]] ChosenPlan choose(const Spec& normalized, const Device& device, std::string_view plan, const CallRequests& requests) {
         const auto answer = [&](const PlanRequest& request) {
-            return ChosenPlan{request, plan_for(query(normalized, device, plan, request), records)};
+            PlanQuery asked = query(normalized, device, plan, request);
+            ChosenPlan chosen{request, plan_for(asked, records)};
+            std::string why;
+            if (plan.empty() && needs_absent_library(chosen.answer.plan, device, &why)) {
+                asked.without_library = true;
+                chosen.answer = plan_for(asked, records);
+                chosen.answer.passed_over.push_back("plans that call cuBLASLt are passed over: " + why);
+            }
+            return chosen;
         };
         ChosenPlan first = answer(requests.first);
         return requests.wide == requests.first || retains(first.answer.plan) ? first : answer(requests.wide);

@@ -25,6 +25,7 @@ struct Backends {
     std::function<Device()> native_cpu;
     std::function<std::vector<Device>(std::string* why)> cuda_devices;
     std::function<bool(std::string* why)> has_nvrtc;
+    std::function<bool(std::string* why)> has_cublaslt;
 };
 
 /// The real ones, of runtime/kernel_factory.hpp.

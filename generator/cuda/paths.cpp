@@ -5,13 +5,14 @@
 
 #include "flce/error.hpp"
 #include "generator/cuda/common/cuda_path.hpp"
+#include "generator/cuda/lt/path.hpp"
 #include "generator/cuda/sm80/path.hpp"
 #include "generator/cuda/sm90/path.hpp"
 
 namespace flce {
 
 std::span<const CudaPath* const> cuda_paths() noexcept {
-    static constexpr std::array<const CudaPath*, 2> kPaths = {&kPathSm80, &kPathSm90};
+    static constexpr std::array<const CudaPath*, 3> kPaths = {&kPathSm80, &kPathSm90, &kPathLt};
     return kPaths;
 }
 

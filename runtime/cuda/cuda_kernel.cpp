@@ -11,11 +11,13 @@
 #include <nlohmann/json.hpp>
 
 #include "flce/error.hpp"
+#include "generator/cuda/common/cuda_path.hpp"
 #include "generator/device_tables.hpp"
 #include "generator/launch_text.hpp"
 #include "runtime/cuda/cubin.hpp"
 #include "runtime/cuda/cubin_cache.hpp"
 #include "runtime/cuda/cubin_loader.hpp"
+#include "runtime/cuda/cublaslt.hpp"
 #include "runtime/cuda/driver.hpp"
 #include "runtime/cuda/launcher.hpp"
 #include "runtime/cuda/nvrtc.hpp"
@@ -231,6 +233,7 @@ public:
           lendable_bytes_(set.program.lendable_bytes),
           defers_hidden_(set.program.defers_hidden),
           kernels_(set.program.kernels) {
+        if (cuda_path(request.plan.path).calls_library) gemms_ = &LibraryGemms::of(context_);
         std::map<std::string, CUfunction> functions;
         for (std::size_t i = 0; i < set.cubins.size(); ++i) {
             modules_.push_back(set.loader.take(i, *set.cubins[i].get()));
@@ -248,6 +251,12 @@ public:
         launcher_context_.encode_map = reinterpret_cast<void*>(&encode_map);
         launcher_context_.tensor_map_encode = reinterpret_cast<void*>(context_->functions().cuTensorMapEncodeTiled);
         launcher_context_.functions = reinterpret_cast<void* const*>(functions_.data());
+        if (gemms_ != nullptr) {
+            const int version = request.plan.cuda.library.version;
+            const bool knows_algorithms = version == 0 || version == gemms_->library().version();
+            launcher_context_.gemm = reinterpret_cast<void*>(knows_algorithms ? &run_gemm : &run_favourite_gemm);
+            launcher_context_.gemm_library = gemms_;
+        }
     }
 
 private:
@@ -287,7 +296,9 @@ private:
 
     [[noreturn]] void fail(const CudaPass& pass, const LauncherFailure& failure) const {
         const char* call = failed_call(pass.program, kernels_, failure);
-        const std::string status = context_->driver().describe(static_cast<CUresult>(failure.result));
+        const bool of_library = std::holds_alternative<Gemm>(numbered_statement(pass.program, failure.statement).value);
+        const std::string status =
+            of_library ? gemms_->library().describe(failure.result) : context_->driver().describe(static_cast<CUresult>(failure.result));
         throw DeviceError(fmt::format("{} failed: {} in the {} pass at `{}`", call, status, pass.name,
                                       statement_text(pass.program, kernels_, failure.statement)),
                           call, failure.result);
@@ -298,6 +309,7 @@ private:
     std::vector<CUfunction> functions_;
     std::shared_ptr<const HostCode> launchers_;
     LauncherContext launcher_context_;
+    const LibraryGemms* gemms_ = nullptr;  ///< null where the plan calls no library
     CudaPass forward_;
     CudaPass merge_;
     CudaPass backward_;

@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <array>
 #include <cstdlib>
+#include <iterator>
 #include <optional>
 #include <span>
 
@@ -25,9 +26,17 @@ namespace fs = std::filesystem;
 // Newest first: a newer compiler knows every architecture that an older one does.
 constexpr std::array kLibraryNames = {"libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"};
 // Folders in which toolkits and wheels put libraries, below the folder that names them.
-constexpr std::array kSubfolders = {
-    "",         "lib64",         "lib", "targets/x86_64-linux/lib", "targets/sbsa-linux/lib", "nvidia/cu13/lib", "nvidia/cuda_nvrtc/lib",
-    "cu13/lib", "cuda_nvrtc/lib"};
+constexpr std::array kSubfolders = {"",
+                                    "lib64",
+                                    "lib",
+                                    "targets/x86_64-linux/lib",
+                                    "targets/sbsa-linux/lib",
+                                    "nvidia/cu13/lib",
+                                    "nvidia/cuda_nvrtc/lib",
+                                    "cu13/lib",
+                                    "cuda_nvrtc/lib",
+                                    "nvidia/cublas/lib",
+                                    "cublas/lib"};
 
 #if defined(__x86_64__)
 constexpr unsigned kHostMachine = llvm::ELF::EM_X86_64;
@@ -127,6 +136,22 @@ std::string variable(const char* name) {
     return value == nullptr ? std::string() : std::string(value);
 }
 
+/// Folders of a Python prefix that have NVIDIA's wheels, the newest Python's first.
+std::vector<fs::path> python_packages(const fs::path& prefix) {
+    std::error_code ignored;
+    std::vector<fs::path> folders;
+    for (const char* library : {"lib", "local/lib"}) {
+        for (const auto& entry : fs::directory_iterator(prefix / library, ignored)) {
+            if (!entry.path().filename().string().starts_with("python3")) continue;
+            for (const char* packages : {"site-packages", "dist-packages"}) {
+                if (fs::exists(entry.path() / packages / "nvidia", ignored)) folders.push_back(entry.path() / packages);
+            }
+        }
+    }
+    std::sort(folders.rbegin(), folders.rend());
+    return folders;
+}
+
 /// A search that notes every place that was tried, for the error.
 class Search {
 public:
@@ -164,20 +189,9 @@ public:
         return std::nullopt;
     }
 
-    /// site-packages of a Python prefix.
     std::optional<NvrtcLocation> python(const fs::path& prefix, const char* because) {
         if (prefix.empty()) return std::nullopt;
-        std::error_code ignored;
-        std::vector<fs::path> folders;
-        for (const char* library : {"lib", "local/lib"}) {
-            for (const auto& entry : fs::directory_iterator(prefix / library, ignored)) {
-                if (!entry.path().filename().string().starts_with("python3")) continue;
-                for (const char* packages : {"site-packages", "dist-packages"}) {
-                    if (fs::exists(entry.path() / packages / "nvidia", ignored)) folders.push_back(entry.path() / packages);
-                }
-            }
-        }
-        std::sort(folders.rbegin(), folders.rend());
+        const std::vector<fs::path> folders = python_packages(prefix);
         for (const fs::path& packages : folders) {
             if (auto found = folder(packages, because)) return found;
         }
@@ -276,6 +290,26 @@ NvrtcProbe probe_nvrtc(const fs::path& file) {
     }
     probe.usable = true;
     return probe;
+}
+
+std::vector<fs::path> cuda_library_folders() {
+    std::vector<fs::path> roots = recorded_folders();
+    roots.insert(roots.end(), {wheels_beside(), variable("CUDA_HOME"), variable("CUDA_PATH"), "/usr/local/cuda"});
+    const std::string home = variable("HOME");
+    for (const fs::path& prefix : {fs::path(variable("VIRTUAL_ENV")), fs::path(variable("CONDA_PREFIX")), python_prefix(),
+                                   home.empty() ? fs::path() : fs::path(home) / ".local"}) {
+        if (!prefix.empty()) std::ranges::copy(python_packages(prefix), std::back_inserter(roots));
+    }
+    std::vector<fs::path> folders;
+    std::error_code ignored;
+    for (const fs::path& root : roots) {
+        if (root.empty()) continue;
+        for (const char* subfolder : kSubfolders) {
+            const fs::path folder = (root / subfolder).lexically_normal();
+            if (fs::is_directory(folder, ignored)) folders.push_back(folder);
+        }
+    }
+    return folders;
 }
 
 NvrtcLocation find_nvrtc(const fs::path& chosen) {

@@ -27,4 +27,7 @@ struct NvrtcProbe {
 };
 [[nodiscard]] NvrtcProbe probe_nvrtc(const std::filesystem::path& file);
 
+/// Folders of the toolkits and wheels above that exist, in that order: places of other libraries of CUDA's.
+[[nodiscard]] std::vector<std::filesystem::path> cuda_library_folders();
+
 }  // namespace flce

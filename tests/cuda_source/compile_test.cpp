@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "flce/plan.hpp"
+#include "generator/planner.hpp"
 #include "tests/cuda_source/kernel_check.hpp"
 #include "tests/support/gpu.hpp"
 #include "tests/support/level.hpp"
@@ -54,13 +55,13 @@ constexpr const char* kArchitectures[] = {"sm_80", "sm_90a", "sm_100a", "sm_120"
 constexpr Variant kVariants[] = {kPlain,  kEverything, kFp16HiddenMajor,   kFp32Everything, kFp32Weight,
                                  kTokens, kTeacher,    kTeacherEverything, kShard,          kShardEverything};
 
-// Both paths with every option, and each architecture, are quick. Newer architectures have the kernels of sm_80.
+// Every path with every option, and each architecture, are quick. Architectures without a path of their own have the kernels of sm_80.
 Level level_of(std::string_view arch, std::string_view variant) {
     const bool plain = variant == kPlain.name;
     const bool fp32 = variant == kFp32Everything.name;
     const bool everything = variant.ends_with("Everything");
-    if (arch == "sm_100a") return plain ? Level::quick : everything ? Level::full : Level::nightly;
-    if (arch == "sm_120") return fp32 ? Level::quick : plain || everything ? Level::full : Level::nightly;
+    if (arch == "sm_100a") return fp32 ? Level::full : Level::quick;  // the path of library products, whose kernels are small
+    if (arch == "sm_120") return fp32 || plain ? Level::quick : everything ? Level::full : Level::nightly;
     if (arch != "sm_80" && arch != "sm_90a") return Level::nightly;
     // The path of sm_90a has bf16 and fp16 layers of some depth; others are compiled for it as for sm_80.
     const bool own_path =
@@ -120,6 +121,17 @@ std::string test_name(const testing::TestParamInfo<CudaSourceCompile::ParamType>
 
 INSTANTIATE_TEST_SUITE_P(EveryArchitecture, CudaSourceCompile,
                          testing::Combine(testing::ValuesIn(kArchitectures), testing::ValuesIn(kVariants)), test_name);
+
+// Where cuBLASLt is not there.
+TEST(CudaSourceCompile, GenericPath_CompilesWithoutSpillsWhereAnotherIsPreferred) {
+    FLCE_FROM_LEVEL(Level::full);
+    FLCE_REQUIRE_NVRTC_FOR("sm_100a");
+    const Spec spec = parse_spec(kPlain.spec);
+    const Device device = describe_device("sm_100a");
+    const Plan plan = path_plans(spec, device, PlanPath::cuda_sm80).front();
+    const CudaProgram program = generate_cuda(spec, device, plan);
+    for (const CudaUnit& unit : program.units) expect_sound(test::compiled(unit, program.options), plan);
+}
 
 /// Pairs of a path of kernels and a dtype, layout or option, of the variants up to a level; and the architectures.
 std::set<std::string> covered(Level most) {

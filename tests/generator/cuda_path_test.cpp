@@ -7,9 +7,12 @@
 #include <cstdint>
 #include <set>
 #include <string>
+#include <utility>
 
 #include "flce/error.hpp"
+#include "generator/cuda/lt/path.hpp"
 #include "generator/cuda/sm80/path.hpp"
+#include "generator/cuda/sm90/path.hpp"
 #include "generator/cuda/sm90/rules.hpp"
 
 namespace flce {
@@ -30,11 +33,13 @@ TEST(CudaPaths, Table_HasEachPathOnceByIdAndName) {
 
 TEST(CudaPaths, FirstOfTheTable_RunsWhereAnyPathDoes) {
     const Spec spec = parse_spec("D=2048,V=50257");
-    for (const char* name : {"sm_80", "sm_89", "sm_90a", "sm_100a", "sm_120"}) {
+    const std::pair<const char*, const CudaPath*> own_paths[] = {{"sm_80", nullptr},    {"sm_89", nullptr},    {"sm_90a", &kPathSm90},
+                                                                 {"sm_100a", &kPathLt}, {"sm_103a", &kPathLt}, {"sm_110a", &kPathLt},
+                                                                 {"sm_120", nullptr},   {"sm_121", nullptr}};
+    for (const auto& [name, own] : own_paths) {
         const Device device = describe_device(name);
         EXPECT_EQ(cuda_paths().front()->problem(spec, device, Strategy::recompute), std::nullopt) << name;
-        const CudaPath* own = own_cuda_path(spec, device);
-        EXPECT_EQ(own != nullptr, std::string(name) == "sm_90a") << name;
+        EXPECT_EQ(own_cuda_path(spec, device), own) << name;
     }
     EXPECT_EQ(own_cuda_path(parse_spec("D=2048,V=50257,dtype=fp32"), describe_device("sm_90a")), nullptr) << "wgmma has no fp32";
 }
@@ -42,6 +47,7 @@ TEST(CudaPaths, FirstOfTheTable_RunsWhereAnyPathDoes) {
 TEST(CudaPaths, TilesOfTheTables_KeepTheirWarpsAndTakeWholeWarps) {
     const Device device = describe_device("h100");
     for (const CudaPath* path : cuda_paths()) {
+        if (path->calls_library) continue;  // warps are the library's own
         for (const DType dtype : {DType::bf16, DType::fp16, DType::fp32}) {
             const Spec spec{.hidden_size = 2048, .vocab_size = 50257, .dtype = dtype, .grad_weight_dtype = dtype};
             for (const TileCandidate& candidate : path->tiles(dtype)) {

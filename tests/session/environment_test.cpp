@@ -43,6 +43,8 @@ TEST(Environment, Values_Read) {
                                            {"FLCE_NUM_THREADS", "7"},
                                            {"FLCE_NVRTC", "/n"},
                                            {"FLCE_LIBCUDA", "/l"},
+                                           {"FLCE_CUBLASLT", "/b"},
+                                           {"FLCE_PATH", "cuda_sm80"},
                                            {"FLCE_NCCL", "/c"},
                                            {"FLCE_LOG", "debug"}});
     EXPECT_TRUE(environment.no_disk_cache);
@@ -50,6 +52,8 @@ TEST(Environment, Values_Read) {
     EXPECT_EQ(environment.num_threads, 7);
     EXPECT_EQ(environment.nvrtc, "/n");
     EXPECT_EQ(environment.libcuda, "/l");
+    EXPECT_EQ(environment.cublaslt, "/b");
+    EXPECT_EQ(environment.path, "cuda_sm80");
     EXPECT_EQ(environment.nccl, "/c");
     EXPECT_EQ(environment.log, "debug");
 }
@@ -118,6 +122,7 @@ TEST(Environment, BadValue_NamesVariableValueAndChoices) {
     }
     EXPECT_THAT([&] { (void)parse({{"FLCE_NO_DISK_CACHE", "yes"}}); }, ThrowsMessage<EnvironmentError>(HasSubstr("0 and 1")));
     EXPECT_THAT([&] { (void)parse({{"FLCE_LOG", "loud"}}); }, ThrowsMessage<EnvironmentError>(HasSubstr("trace, debug")));
+    EXPECT_THAT([&] { (void)parse({{"FLCE_PATH", "cpu"}}); }, ThrowsMessage<EnvironmentError>(HasSubstr("cuda_sm80, cuda_sm90a, cuda_lt")));
 }
 
 TEST(Environment, SeveralBadValues_AllToldAndTheRestRead) {
@@ -163,10 +168,10 @@ TEST(Environment, Table_NamesEveryVariableOnce) {
     }
     EXPECT_THAT(names, testing::UnorderedElementsAre(
                            "FLCE_CACHE_DIR", "FLCE_NO_DISK_CACHE", "FLCE_DEVICE", "FLCE_NUM_THREADS", "FLCE_NVRTC", "FLCE_LIBCUDA",
-                           "FLCE_NCCL", "FLCE_LOG", "FLCE_CACHE_MAX_BYTES", "FLCE_CACHE_PACKS", "FLCE_CACHE_REMOTE",
-                           "FLCE_CACHE_REMOTE_TIMEOUT_MS", "FLCE_CACHE_REMOTE_READ_ONLY", "FLCE_CACHE_REMOTE_CA", "FLCE_RECORDS_DIR",
-                           "FLCE_RECORDS", "FLCE_NO_RECORDS", "FLCE_STRICT", "FLCE_TRUSTED_KEYS", "FLCE_SIGNING_KEY", "AWS_ACCESS_KEY_ID",
-                           "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_REGION", "AWS_ENDPOINT_URL_S3"));
+                           "FLCE_PATH", "FLCE_CUBLASLT", "FLCE_NCCL", "FLCE_LOG", "FLCE_CACHE_MAX_BYTES", "FLCE_CACHE_PACKS",
+                           "FLCE_CACHE_REMOTE", "FLCE_CACHE_REMOTE_TIMEOUT_MS", "FLCE_CACHE_REMOTE_READ_ONLY", "FLCE_CACHE_REMOTE_CA",
+                           "FLCE_RECORDS_DIR", "FLCE_RECORDS", "FLCE_NO_RECORDS", "FLCE_STRICT", "FLCE_TRUSTED_KEYS", "FLCE_SIGNING_KEY",
+                           "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_REGION", "AWS_ENDPOINT_URL_S3"));
 }
 
 }  // namespace

@@ -52,6 +52,7 @@ struct FakeMachine {
     int build_ms = 0;
     std::vector<Device> gpus;
     bool nvrtc = true;
+    bool cublaslt = true;
     std::string cpu = "x86-64-v3";
     std::vector<BuildRequest> requests;  // requests of prewarm; single-threaded
 
@@ -83,6 +84,11 @@ struct FakeMachine {
                     [this](std::string* why) {
                         if (!nvrtc) *why = "NVRTC was not found";
                         return nvrtc;
+                    },
+                .has_cublaslt =
+                    [this](std::string* why) {
+                        if (!cublaslt) *why = "cuBLASLt was not found";
+                        return cublaslt;
                     }};
     }
 

@@ -1,10 +1,10 @@
 #include "tests/support/targets.hpp"
 
-#include <algorithm>
 #include <cstdlib>
 #include <string_view>
 #include <vector>
 
+#include "generator/planner.hpp"
 #include "runtime/kernel_factory.hpp"
 
 namespace flce::test {
@@ -53,7 +53,7 @@ const std::string& skip_reason(Target target) {
 std::shared_ptr<const Kernel> kernel_on(Target target, const Spec& spec, const std::string& plan) {
     std::string text = plan.empty() ? std::string(variable("FLCE_TEST_PLAN")) : plan;
     if (const std::string_view path = variable("FLCE_TEST_PATH"); text.empty() && !path.empty() && target == Target::gpu) {
-        for (const PlanPath known : {PlanPath::cuda_sm80, PlanPath::cuda_sm90a}) {
+        for (const PlanPath known : {PlanPath::cuda_sm80, PlanPath::cuda_sm90a, PlanPath::cuda_lt}) {
             if (to_string(known) == path) text = plan_on_path(spec, known);
         }
     }
@@ -64,9 +64,8 @@ std::shared_ptr<const Kernel> kernel_on(Target target, const Spec& spec, const s
 }
 
 std::string plan_on_path(const Spec& spec, PlanPath path) {
-    const std::vector<Plan> plans = candidate_plans(spec, device_of(Target::gpu));
-    const auto best = std::ranges::find(plans, path, &Plan::path);
-    return best != plans.end() ? best->text() : std::string();
+    const std::vector<Plan> plans = path_plans(spec, device_of(Target::gpu), path);
+    return plans.empty() ? std::string() : plans.front().text();
 }
 
 const Device& device_of(Target target) { return session_on(target).device(); }

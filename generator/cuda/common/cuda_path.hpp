@@ -72,6 +72,8 @@ struct CudaPath {
     /// Schedules of tiles, of which a plan's text has the warps. Warps that stand for no schedule are the grid of TileSchedule::warp_grid.
     std::span<const ScheduleWarps> schedules;
     int grad_weight_cluster;  ///< blocks along M that write a tile of grad_weight together
+    int retained_columns;     ///< columns of a block of retained exponentials
+    bool calls_library;       ///< whether launch programs have products by cuBLASLt, and tiles are what one of its calls computes
 
     /// Why the path cannot express `spec` with `strategy` or run on `device`, whatever the tiles.
     Reason (&problem)(const Spec& spec, const Device& device, Strategy strategy);
@@ -85,7 +87,9 @@ struct CudaPath {
     /// Share of the device's dense tensor-core rate that the path's instruction can reach.
     double (&rate_share)(const Device& device);
     TileRate (&tile_rate)(const Spec& spec, const Device& device, GemmRole role, const GemmTile& tile);
-    /// Cost of backward over `num_tokens`; `retained` is the part of the vocabulary, 0 to 1, whose exponentials forward has left.
+    /// Cost of forward over `num_tokens`, and of backward; `retained` is the part of the vocabulary, 0 to 1, whose exponentials forward
+    /// leaves.
+    Cost (&forward_cost)(const Spec& spec, const Device& device, const Plan& plan, double num_tokens, double retained);
     Cost (&backward_cost)(const Spec& spec, const Device& device, const Plan& plan, double num_tokens, double retained);
 
     /// Lays out the workspace, and makes sources and launch programs: generate_cuda.

@@ -65,7 +65,8 @@ LaunchBuilder<RetainedRowsParams> retained_rows_launch(const BackwardPass& pass,
         .set(&Params::scalars, scalars_at())
         .set(&Params::references, retained_at(retained.references) + rows.first * 4)
         .set(&Params::target_logits, retained_at(retained.target_logits) + rows.first * 4)
-        .set(&Params::exponentials, retained_at(retained.exponentials) + rows.first * (kRetainedColumns * pass.element_bytes))
+        .set(&Params::exponentials,
+             retained_at(retained.exponentials) + rows.first * (cuda_path(pass.plan.path).retained_columns * pass.element_bytes))
         .set(&Params::scaled_hidden, advanced(scaled_hidden, rows.first, row_bytes))
         .set(&Params::row_scales, retained_at(retained.row_scales) + rows.first * 4)
         .set(&Params::row_smoothing, retained_at(retained.row_smoothing) + rows.first * 4)

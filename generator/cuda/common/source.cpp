@@ -20,10 +20,10 @@ std::string_view element_type(DType dtype) {
 }
 
 /// Transforms that a Problem has.
-std::string transform_functions(const Spec& spec, const Plan& plan, const std::string& math) {
+std::string transform_functions(const Spec& spec, const Plan& plan, const std::string& math, bool falls) {
     const std::size_t cap = ScaleTransform::active(spec) ? ScaleTransform::parameter_count : 0;
     std::string text;
-    if (has_falls(spec)) {
+    if (falls) {
         text += "    enum : bool { has_falls = true };\n";
         text += "    static __device__ __forceinline__ flce::Falls falls(const float* p) {\n";
         text += fmt::format("        return {{p[{}], p[flce::kFallRate], p[flce::kFallSteepness]}};\n    }}\n", cap);
@@ -31,7 +31,7 @@ std::string transform_functions(const Spec& spec, const Plan& plan, const std::s
         text += fmt::format("        return {};\n    }}\n", cap > 0 ? "p[0]" : "1.f");
     }
     text += "    static __device__ __forceinline__ flce::Logit transform(float x, const float* p) {\n";
-    if (has_falls(spec)) {
+    if (falls) {
         text += "        const float fall = falls(p).of(x);\n";
         text += "        return {falls(p).logit(fall), 4.f * flce::Falls::quarter_slope(fall) * logit_scale(p)};\n";
     } else {
@@ -69,6 +69,8 @@ std::string problem_struct(const Spec& spec, const Plan& plan, const KernelFamil
     text += fmt::format("    enum : bool {{ rounds_weight = {} }};\n", rounds_weight(spec));
     text += fmt::format("    enum : int {{ raster = {} }};\n", plan.cuda.raster);
     if (spec.batch_invariant) text += fmt::format("    enum : int {{ segment_tiles = {} }};\n", family.segment_tiles);
+    if (family.retained_columns != kRetainedColumns)
+        text += fmt::format("    enum : int {{ retained_columns = {} }};\n", family.retained_columns);
     if (spec.outputs.top1) text += "    enum : bool { top1 = true };\n";
     if (spec.outputs.log_sum_sq_probs) text += "    enum : bool { square_sum = true };\n";
     if (spec.temperature) text += "    enum : bool { temperature = true };\n";
@@ -77,14 +79,14 @@ std::string problem_struct(const Spec& spec, const Plan& plan, const KernelFamil
         text += fmt::format("    enum : int {{ whole_vocab_size = {} }};\n", spec.whole_vocab_size);
         if (grad_hidden_dtype(spec) == DType::fp32) text += "    enum : bool { float_grad_hidden = true };\n";
     }
-    text += transform_functions(spec, plan, math);
+    text += transform_functions(spec, plan, math, family.tells_falls && has_falls(spec));
     text += "};\n\n";
     return text;
 }
 
 bool sees_logits(KernelRole role) {
     return role == KernelRole::forward || role == KernelRole::forward_few || role == KernelRole::dlogits ||
-           role == KernelRole::backward_chunks || role == KernelRole::hidden_chunks;
+           role == KernelRole::backward_chunks || role == KernelRole::hidden_chunks || role == KernelRole::stale_rows;
 }
 
 }  // namespace
@@ -119,6 +121,7 @@ void KernelWriter::gemm(const GemmKernel& kernel) {
     const bool tempered = spec_.temperature && sees_logits(kernel.role);
     const std::string params = tempered ? fmt::format("Tempered<flce::{}>", kernel.params) : kernel.params;
     add(unit, kernel.role, params, fmt::format("flce::{}{}(p)", kernel.function, arguments), kernel.block);
+    if (kernel.overlaps_previous) unit.kernels.back().overlaps_previous = source_.kernels.back().overlaps_previous = true;
     unit.source += fmt::format("static_assert({0}::kSmemBytes == {1} && {0}::kThreads == {2}, \"as the host has it\");\n",
                                fmt::format("flce::{}{}", kernel.stated, arguments), kernel.block.smem_bytes, kernel.block.threads);
     source_.units.push_back(std::move(unit));

@@ -39,6 +39,7 @@ struct GemmKernel {
     std::string tile;      ///< type: "TileSm90<128, 192, 5, 2, true>"
     KernelBlock block{};
     std::string problem = "Problem";  ///< type that the kernel is an instance for
+    bool overlaps_previous = false;   ///< KernelEntry's; the kernel waits by itself
 };
 
 /// A path's kernels, as far as the text of their units depends on it.
@@ -47,8 +48,10 @@ struct KernelFamily {
     /// Whether kernels over rows may be brought onto the GPU while the kernel before them on the stream still runs, and wait there for its
     /// end (sm_90 and newer).
     bool overlaps = false;
-    bool lists_rows = false;  ///< whether kernels may leave ignored tokens out by a list of the others
-    int segment_tiles = 0;    ///< tiles of forward that are summed up apart from all others, with batch_invariant
+    bool lists_rows = false;                  ///< whether kernels may leave ignored tokens out by a list of the others
+    int segment_tiles = 0;                    ///< tiles of forward that are summed up apart from all others, with batch_invariant
+    int retained_columns = kRetainedColumns;  ///< CudaPath's
+    bool tells_falls = true;                  ///< whether kernels have Falls where a spec allows them
 };
 
 /// Collects kernels, and for each the extern "C" function that instantiates it: GEMM kernels in units of their own, the small ones in the

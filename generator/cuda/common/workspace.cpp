@@ -30,6 +30,8 @@ Expr lists_rows(bool lists) {
 Expr list_bytes(bool lists) { return lists_rows(lists) * slot(Slot::num_tokens) * kListedRowBytes; }
 
 std::int64_t chunk_quantum(const Spec& spec, const Plan& plan) {
+    constexpr std::int64_t kOfLibrary = 512;
+    if (cuda_path(plan.path).calls_library) return kOfLibrary;
     const CudaPlan& c = plan.cuda;
     const bool vocab_major = spec.layout == WeightLayout::vocab_major;
     // Whole tiles, whichever GEMM the chunk is cut for.
@@ -184,9 +186,10 @@ Pieces place_backward(const Spec& spec, const BackwardSizes& s, BackwardLayout& 
 RetainedLayout retained_layout(const Spec& spec, const Plan& plan, bool lends) {
     RetainedLayout r;
     if (plan.strategy != Strategy::retain) return r;
+    const std::int64_t columns = cuda_path(plan.path).retained_columns;
     const Expr n = slot(Slot::num_tokens);
-    const Expr all_blocks = ceil_div(vocab_columns(spec), kRetainedColumns);
-    const Expr block = max(n, 1) * (kRetainedColumns * bytes_of(spec.dtype));
+    const Expr all_blocks = ceil_div(vocab_columns(spec), columns);
+    const Expr block = max(n, 1) * (columns * bytes_of(spec.dtype));
     const std::int64_t gradient_row = spec.hidden_size * bytes_of(spec.grad_weight_dtype);
     Pieces pieces;
     r.references = pieces.take(n * 4);
@@ -201,11 +204,11 @@ RetainedLayout retained_layout(const Spec& spec, const Plan& plan, bool lends) {
     const Expr bytes = slot(Slot::retained_bytes);
     r.lent = slot(Slot::retained_in_grad_weight) && less(0, bytes);
     // Places of lent memory, the first of them for everything but exponentials.
-    const Expr places = floor_div(bytes, max(block, kRetainedColumns * gradient_row));
+    const Expr places = floor_div(bytes, max(block, columns * gradient_row));
     const Expr lent_stride = floor_div(floor_div(bytes, max(places, 1)), kWorkspaceAlignment) * kWorkspaceAlignment;
     const Expr own_blocks = floor_div(max(bytes - pieces.end(), 0), block);
     r.blocks = min(select(r.lent, max(places - 1, 0), own_blocks), all_blocks);
-    r.columns = select(enough, min(r.blocks * kRetainedColumns, vocab_columns(spec)), 0);
+    r.columns = select(enough, min(r.blocks * columns, vocab_columns(spec)), 0);
     r.block_bytes = select(r.lent, lent_stride, block);
     r.exponentials = select(r.lent, lent_stride, pieces.end());
     return r;

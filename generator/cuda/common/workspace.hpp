@@ -151,7 +151,7 @@ void add_wide_chunks(const Spec& spec, const Expr& wide_chunk, const Expr& retai
 // Retained memory.
 
 /// Memory that forward leaves for backward in Slot::retained where the plan retains: exponentials of the first columns of the vocabulary in
-/// blocks of [N, kRetainedColumns], and the references that exponentials are relative to. A function of Slot::retained_bytes and
+/// blocks of [N, CudaPath::retained_columns], and the references that exponentials are relative to. A function of Slot::retained_bytes and
 /// retained_in_grad_weight, so that both passes agree. In grad_weight's memory, of which `lendable` bytes are lent, block i lies i + 1
 /// places from the beginning. A place is at least as large as a block's gradient, so that a block of the gradient overwrites only blocks
 /// before its own.

@@ -6,6 +6,8 @@
 #include <utility>
 
 #include "generator/cuda/common/forward_steps.hpp"
+#include "generator/cuda/common/gemm_cost.hpp"
+#include "templates/common/params.cuh"
 
 namespace flce {
 namespace sm80 {
@@ -76,12 +78,15 @@ constinit const CudaPath kPathSm80{
     .strategies = sm80::kStrategies,
     .schedules = {},
     .grad_weight_cluster = 1,
+    .retained_columns = kRetainedColumns,
+    .calls_library = false,
     .problem = sm80::problem,
     .tile_problem = sm80::tile_problem,
     .least_scratch_bytes = sm80::least_scratch_bytes,
     .tiles = sm80::tile_candidates,
     .rate_share = sm80::rate_share,
     .tile_rate = sm80::tile_rate,
+    .forward_cost = gpu_forward_cost,
     .backward_cost = sm80::backward_cost,
     .generate = sm80::generate,
 };

@@ -3,7 +3,9 @@
 #include <array>
 
 #include "generator/cuda/common/forward_steps.hpp"
+#include "generator/cuda/common/gemm_cost.hpp"
 #include "generator/cuda/sm90/rules.hpp"
+#include "templates/common/params.cuh"
 
 namespace flce {
 namespace sm90 {
@@ -43,12 +45,15 @@ constinit const CudaPath kPathSm90{
     .strategies = sm90::kStrategies,
     .schedules = sm90::kSchedules,
     .grad_weight_cluster = sm90::kClusterBlocks,
+    .retained_columns = kRetainedColumns,
+    .calls_library = false,
     .problem = sm90::problem,
     .tile_problem = sm90::tile_problem,
     .least_scratch_bytes = sm90::least_scratch_bytes,
     .tiles = sm90::tiles,
     .rate_share = sm90::rate_share,
     .tile_rate = sm90::tile_rate,
+    .forward_cost = gpu_forward_cost,
     .backward_cost = sm90::backward_cost,
     .generate = sm90::generate,
 };

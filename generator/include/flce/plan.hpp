@@ -14,8 +14,9 @@
 namespace flce {
 
 /// Family of kernels that runs the plan. cuda_sm80 is the generic tensor-core path (mma.sync, cp.async) of sm_80 and everything newer,
-/// cuda_sm90a Hopper's own (wgmma, tensor copies, clusters) for 16-bit dtypes.
-enum class PlanPath : std::uint8_t { cpu, cuda_sm80, cuda_sm90a };
+/// cuda_sm90a Hopper's own (wgmma, tensor copies, clusters) for 16-bit dtypes. cuda_lt has its products, of a stretch of the vocabulary at
+/// a time, made by the vendor's cuBLASLt, on every GPU for 16-bit dtypes.
+enum class PlanPath : std::uint8_t { cpu, cuda_sm80, cuda_sm90a, cuda_lt };
 
 /// recompute keeps nothing of size [N, V]: backward computes the logits again, a vocabulary chunk at a time (8·N·V·D operations). retain
 /// leaves exponentials of the first part of the vocabulary, as much as the call's Retained holds, to backward: (8 − 2f)·N·V·D operations
@@ -28,7 +29,8 @@ enum class Strategy : std::uint8_t { recompute, retain };
 enum class TileSchedule : std::uint8_t { warp_grid, by_turns, together };
 
 /// One tensor-core GEMM's tiling: a block computes block_m × block_n, and `stages` slices of block_k are in flight through shared memory.
-/// On cuda_sm90a blocks stand in clusters of two along M.
+/// On cuda_sm90a blocks stand in clusters of two along M. On cuda_lt forward's and dlogits' tiles are what one call of the library
+/// computes: block_m tokens and block_n columns of the vocabulary; the other numbers are 1.
 struct GemmTile {
     int block_m = 0;
     int block_n = 0;
@@ -40,12 +42,23 @@ struct GemmTile {
     friend bool operator==(const GemmTile&, const GemmTile&) = default;
 };
 
+/// Products that cuBLASLt makes.
+struct LibraryPlan {
+    int version = 0;  ///< version of the library that has the algorithms (130100 is 13.1.0); another is asked for its favourites. 0: any
+    // Algorithms, as the library lists them for a product, its favourite is number 0.
+    int logits = 0;
+    int grad_hidden = 0;
+    int grad_weight = 0;
+    friend bool operator==(const LibraryPlan&, const LibraryPlan&) = default;
+};
+
 struct CudaPlan {
     GemmTile forward{};      ///< logits tile of the forward pass: M tokens, N vocabulary, K hidden
     GemmTile dlogits{};      ///< recomputed logits and their gradient: M tokens, N vocabulary, K hidden
     GemmTile grad_hidden{};  ///< M tokens, N hidden, K vocabulary
     GemmTile grad_weight{};  ///< M vocabulary, N hidden, K tokens
     int raster = 8;          ///< tile rows that walk together over the other dimension, so that one operand stays in L2
+    LibraryPlan library{};   ///< meaningful for path == cuda_lt
     friend bool operator==(const CudaPlan&, const CudaPlan&) = default;
 };
 
@@ -73,8 +86,8 @@ struct Plan {
 
     /// Canonical text: path, strategy and every key of that path, for example
     /// "cuda_sm80:recompute,chunk=16384,scratch=67108864,forward=128x256x32x3/2x4,…,raster=8" (tiles are block_m x block_n x block_k x
-    /// stages / warps_m x warps_n) or "cpu:recompute,vector=512,bf16_dot=0,micro=14x32,block=…,chunk=…,scratch=…". parse_plan reads the
-    /// text back to an equal Plan.
+    /// stages / warps_m x warps_n), "cuda_lt:retain,chunk=…,scratch=…,forward=4096x2048,dlogits=4096x2048,cublaslt=0,algorithms=0/0/0" or
+    /// "cpu:recompute,vector=512,bf16_dot=0,micro=14x32,block=…,chunk=…,scratch=…". parse_plan reads the text back to an equal Plan.
     [[nodiscard]] std::string text() const;
     /// A JSON object as text, with the same keys after "path" and "strategy"; parse_plan_json reads it back.
     [[nodiscard]] std::string json() const;

@@ -1,0 +1,90 @@
+#include <algorithm>
+#include <iterator>
+#include <utility>
+
+#include "generator/cuda/common/forward_steps.hpp"
+#include "generator/cuda/common/prepare.hpp"
+#include "generator/cuda/common/retained_steps.hpp"
+#include "generator/cuda/lt/gemms.hpp"
+#include "generator/cuda/lt/path.hpp"
+#include "templates/lt/params.cuh"
+
+namespace flce::lt {
+namespace {
+
+constexpr int kPieceLoop = 2;  // over the columns that one call of the library computes
+
+/// Columns of the pass that kPieceLoop is at, counted from the pass' first.
+ColumnRange piece_of(const ForwardPass& pass) {
+    const std::int64_t width = pass.plan.cuda.forward.block_n;
+    const Expr first = variable(kPieceLoop) * width;
+    return {first, min(pass.columns.count - first, width)};
+}
+
+Statement product(const ForwardPass& pass, const ForwardLayoutLt& layout, const ColumnRange& piece) {
+    const Spec& spec = pass.spec;
+    const bool hidden_major = spec.layout == WeightLayout::hidden_major && !rounds_weight(spec);
+    const auto element = static_cast<std::int64_t>(element_bytes(spec.dtype));
+    const Expr weight = weight_at(pass) + piece.first * (hidden_major ? element : element * spec.hidden_size);
+    return logits_gemm(spec, pass.plan, pass.rows.count, piece.count, hidden_row_at(spec, pass.rows.first),
+                       weight_matrix(spec, hidden_major, weight), hidden_major, {workspace_at(layout.sums), pass.plan.cuda.forward.block_n},
+                       workspace_at(layout.gemm_workspace));
+}
+
+/// Every stretch of the vocabulary: its product, and what forward makes of it.
+Statement pieces_step(const ForwardPass& pass, const ForwardLayoutLt& layout, const RetainedLaunch* retained) {
+    using Params = LtForwardParams;
+    const ColumnRange piece = piece_of(pass);
+    LaunchBuilder<Params> launch(forward_launch(pass, KernelRole::forward, ceil_div(pass.rows.count, 2 * kLtThreads / 32), pass.splits));
+    launch.set(&Params::sums, workspace_at(layout.sums))
+        .set(&Params::ld, pass.plan.cuda.forward.block_n)
+        .set(&Params::first_column, pass.columns.first + piece.first)
+        .set(&Params::columns, piece.count)
+        .set(&Params::first, equal(variable(kPieceLoop), 0));
+    if (retained != nullptr) {
+        const Expr row = pass.rows.first * (std::int64_t{kLtRetainedColumns} * static_cast<std::int64_t>(element_bytes(pass.spec.dtype)));
+        launch.set(&Params::exponentials, retained_at(retained->layout.exponentials) + row)
+            .set(&Params::references, retained->if_retained(retained->references))
+            .set(&Params::block_bytes, retained->layout.block_bytes)
+            .set(&Params::retained_columns, retained->layout.columns);
+    }
+    std::vector<Statement> steps = {product(pass, layout, piece), build_tempered(std::move(launch), pass.spec, temperatures_at(pass.rows))};
+    return {Loop{kPieceLoop, ceil_div(pass.columns.count, std::int64_t{pass.plan.cuda.forward.block_n}), std::move(steps)}};
+}
+
+Statement stale_step(const ForwardPass& pass, const RetainedLaunch& retained) {
+    using Params = LtStaleParams;
+    constexpr std::int64_t kBlocksAcross = 64;
+    const Expr row = pass.rows.first * (std::int64_t{kLtRetainedColumns} * static_cast<std::int64_t>(element_bytes(pass.spec.dtype)));
+    LaunchBuilder<Params> launch(forward_launch(pass, KernelRole::stale_rows, ceil_div(pass.rows.count, kOutputRows), kBlocksAcross));
+    launch.set(&Params::exponentials, retained_at(retained.layout.exponentials) + row)
+        .set(&Params::references, retained.references)
+        .set(&Params::stale, retained.stale)
+        .set(&Params::block_bytes, retained.layout.block_bytes)
+        .set(&Params::retained_columns, retained.layout.columns);
+    return build_tempered(std::move(launch), pass.spec, temperatures_at(pass.rows));
+}
+
+}  // namespace
+
+LaunchProgram forward_program(const Spec& spec, const Device& device, const Plan& plan, const CudaSource& source,
+                              const ForwardLayoutLt& layout) {
+    ForwardPass pass(spec, plan, source, layout);
+    pass.splits = forward_splits(device, plan, pass.rows.count);
+    std::vector<Statement> body;
+    if (sums_class_weights(spec)) {
+        body.push_back(prepare_launch(spec, source, {.outputs = true, .counters = layout.counters}));
+    }
+    if (plan.strategy == Strategy::retain) {
+        const RetainedLaunch retained(layout.retained, pass.rows);
+        const auto gemm = [&](bool again) {
+            return std::vector{again ? stale_step(pass, retained) : pieces_step(pass, layout, &retained)};
+        };
+        std::ranges::move(for_all_rows(pass, retaining_steps(pass, retained, 0, gemm)), std::back_inserter(body));
+    } else {
+        std::ranges::move(outputs_of_gemm(pass, {pieces_step(pass, layout, nullptr)}), std::back_inserter(body));
+    }
+    return {.body = std::move(body), .variable_count = kPieceLoop + 1};
+}
+
+}  // namespace flce::lt

@@ -1,0 +1,77 @@
+// How the passes of cuda_lt cut their work: a call of the library computes a tile of the plan's, at most block_m tokens by block_n columns.
+#include <algorithm>
+#include <utility>
+
+#include "generator/cuda/lt/path.hpp"
+#include "templates/lt/params.cuh"
+
+namespace flce::lt {
+namespace {
+
+std::int64_t most_sums_bytes(const GemmTile& tile) { return std::int64_t{4} * tile.block_m * tile.block_n; }
+
+Expr sums_bytes(const GemmTile& tile) { return min(slot(Slot::num_tokens), tile.block_m) * (std::int64_t{4} * tile.block_n); }
+
+std::int64_t own_bytes(const GemmTile& tile) { return most_sums_bytes(tile) + kGemmWorkspaceBytes + kWorkspaceAlignment; }
+
+/// The plan without the scratch of forward's products.
+Plan beside_products(Plan plan) {
+    plan.scratch_bytes -= own_bytes(plan.cuda.forward);
+    return plan;
+}
+
+std::int64_t most_splits(const Plan& plan) { return plan.cuda.forward.block_n / kLtTileColumns; }
+
+BackwardSizes sizes_of(const Spec& spec, const Plan& plan) {
+    return backward_sizes(spec, plan, {.bias_rows = kLtBlockRows, .own_bytes = own_bytes(plan.cuda.dlogits)});
+}
+
+bool lends(const Spec& spec, const Plan& plan) { return lends_grad_weight(spec, plan.cuda.grad_weight, 1); }
+
+}  // namespace
+
+ForwardLayoutLt forward_layout(const Spec& spec, const Plan& plan) {
+    const GemmTile& tile = plan.cuda.forward;
+    const Expr most = min(slot(Slot::num_tokens), tile.block_m);
+    const std::int64_t stretch = forward_stretch(spec, beside_products(plan), tile.block_n);
+    ForwardLayoutLt f{place_forward(spec, {.rows = tile.block_m, .partials = round_up(most, 32) * most_splits(plan), .stretch = stretch}),
+                      retained_layout(spec, plan, lends(spec, plan))};
+    Pieces pieces(f.total);
+    f.sums = pieces.take(sums_bytes(tile));
+    f.gemm_workspace = pieces.take(kGemmWorkspaceBytes);
+    f.total = pieces.end();
+    return f;
+}
+
+Expr forward_splits(const Device& device, const Plan& plan, const Expr& rows) {
+    // A block has 16 rows. Two blocks an SM are a wave, and each of them has its fixed work for more columns than more blocks would.
+    const std::int64_t blocks = std::int64_t{2} * device.gpu.sm_count;
+    return min(max(floor_div(blocks, max(ceil_div(rows, 16), 1)), 1), most_splits(plan));
+}
+
+BackwardLayoutLt backward_layout(const Spec& spec, const Plan& plan) {
+    const BackwardSizes sizes = sizes_of(spec, plan);
+    const Expr n = slot(Slot::num_tokens);
+    BackwardLayoutLt b{cut_backward(sizes, widest_chunk(spec, sizes, n)), retained_for_backward(spec, plan, lends(spec, plan))};
+    // A bias's partial sums have room for a chunk of the workspace's.
+    if (may_widen_chunks(spec) && !spec.bias) add_wide_chunks(spec, widest_wide_chunk(spec, sizes), b.retained.columns, b);
+    Pieces pieces = place_backward(spec, sizes, b);
+    b.factors = pieces.take(12);
+    b.sums = pieces.take(sums_bytes(plan.cuda.dlogits));
+    b.gemm_workspace = pieces.take(kGemmWorkspaceBytes);
+    const auto element = static_cast<std::int64_t>(element_bytes(spec.dtype));
+    const bool own_sum = grad_hidden_dtype(spec) == DType::fp32;
+    b.operand = pieces.take(own_sum ? n * (element * spec.hidden_size) : Expr(0));
+    b.hidden_accumulator = pieces.take(own_sum ? Expr(0) : n * (4 * spec.hidden_size));
+    b.total = pieces.end();
+    return b;
+}
+
+std::int64_t least_scratch_bytes(const Spec& spec, const Plan& plan) {
+    const std::int64_t of_launch = std::int64_t{plan.cuda.forward.block_m} * 4 * (partial_fields(spec) * most_splits(plan) + 1);
+    const std::int64_t rounded = rounds_weight(spec) ? 2 * plan.cuda.forward.block_n * spec.hidden_size * std::int64_t{2} : 0;
+    const std::int64_t forward = own_bytes(plan.cuda.forward) + of_launch + rounded + (64 << 10);
+    return std::max(forward, sizes_of(spec, plan).least);
+}
+
+}  // namespace flce::lt

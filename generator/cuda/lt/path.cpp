@@ -1,0 +1,101 @@
+#include "generator/cuda/lt/path.hpp"
+
+#include <fmt/format.h>
+
+#include <array>
+#include <utility>
+
+#include "generator/cuda/common/forward_steps.hpp"
+#include "templates/lt/params.cuh"
+
+namespace flce {
+namespace lt {
+namespace {
+
+constexpr std::string_view kName = "cuda_lt";
+constexpr std::array kStrategies = {Strategy::retain, Strategy::recompute};
+// Architectures whose own tensor-core instruction no other path has.
+constexpr std::array kOwnCapabilities = {100, 103, 110};
+
+Reason problem(const Spec& spec, const Device& device, Strategy strategy) {
+    if (spec.batch_invariant) return fmt::format("batch_invariant: {}'s products depend on the number of tokens", kName);
+    if (spec.dtype == DType::fp32) return fmt::format("dtype: {} multiplies 16-bit numbers; fp32 is quicker on cuda_sm80", kName);
+    if (auto reason = oldest_gpu_problem(device)) return reason;
+    if (strategy != Strategy::retain) return std::nullopt;
+    if (spec.label_smoothing > 0) {
+        return fmt::format("retain: gradients of exponentials lack label smoothing's terms, which {}'s products cannot subtract", kName);
+    }
+    return retain_problem(spec);
+}
+
+CudaSource source(const Spec& spec, const Device& device, const Plan& plan) {
+    const bool retains = plan.strategy == Strategy::retain;
+    const bool overlaps = device.gpu.compute_capability >= 90;
+    KernelWriter writer(spec, device, plan,
+                        {.header = "lt/kernels.cuh", .overlaps = overlaps, .retained_columns = kLtRetainedColumns, .tells_falls = false});
+    const auto of_sums = [&](KernelRole role, const char* params, const char* stated, int blocks_per_sm) {
+        writer.gemm({role,
+                     params,
+                     std::string(to_string(role)),
+                     stated,
+                     "LtTile",
+                     {.threads = kLtThreads, .per_sm = blocks_per_sm},
+                     "Problem",
+                     overlaps});
+    };
+    of_sums(KernelRole::forward, "LtForwardParams", "ForwardBlock", 2);
+    writer.row_kernels();
+    of_sums(KernelRole::dlogits, "LtDlogitsParams", "DlogitsBlock", 2);
+    writer.rows(KernelRole::gather_rows, "GatherRowsParams");
+    writer.rows(KernelRole::finish_hidden, "LtFinishHiddenParams");
+    writer.rows(KernelRole::finish_weight, "LtFinishWeightParams");
+    if (retains) {
+        writer.rows(KernelRole::references, "ReferencesParams");
+        writer.rows(KernelRole::retained_rows, "RetainedRowsParams");
+        writer.rows(KernelRole::scaled_hidden, "LtScaledHiddenParams");
+        if (spec.bias) writer.rows(KernelRole::retained_bias, "RetainedBiasParams");
+        of_sums(KernelRole::stale_rows, "LtStaleParams", "StaleRowsBlock", 1);
+    }
+    writer.option_kernels();
+    return std::move(writer).finish();
+}
+
+CudaProgram generate(const Spec& spec, const Device& device, const Plan& plan) {
+    const CudaSource kernels = source(spec, device, plan);
+    const ForwardLayoutLt forward = forward_layout(spec, plan);
+    const BackwardLayoutLt backward = backward_layout(spec, plan);
+    CudaProgram program = program_of(spec, kernels);
+    program.forward = forward_program(spec, device, plan, kernels, forward);
+    program.forward_workspace_bytes = forward.total;
+    program.backward = backward_program(spec, plan, kernels, backward);
+    program.backward_workspace_bytes = backward.total;
+    program.retained_bytes = forward.retained.most;
+    program.lendable_bytes = forward.retained.lendable;
+    return program;
+}
+
+}  // namespace
+}  // namespace lt
+
+constinit const CudaPath kPathLt{
+    .id = PlanPath::cuda_lt,
+    .name = lt::kName,
+    .instruction = "cuBLASLt",
+    .own_capabilities = lt::kOwnCapabilities,
+    .strategies = lt::kStrategies,
+    .schedules = {},
+    .grad_weight_cluster = 1,
+    .retained_columns = kLtRetainedColumns,
+    .calls_library = true,
+    .problem = lt::problem,
+    .tile_problem = lt::tile_problem,
+    .least_scratch_bytes = lt::least_scratch_bytes,
+    .tiles = lt::tile_candidates,
+    .rate_share = lt::rate_share,
+    .tile_rate = lt::tile_rate,
+    .forward_cost = lt::forward_cost,
+    .backward_cost = lt::backward_cost,
+    .generate = lt::generate,
+};
+
+}  // namespace flce

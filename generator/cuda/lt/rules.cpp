@@ -1,0 +1,98 @@
+// The calls of the library that the planner considers for cuda_lt, and how long they take.
+#include <fmt/format.h>
+
+#include <array>
+
+#include "generator/chunk_cost.hpp"
+#include "generator/cuda/common/gemm_cost.hpp"
+#include "generator/cuda/lt/path.hpp"
+#include "templates/lt/params.cuh"
+
+namespace flce::lt {
+namespace {
+
+// Tokens and columns of the vocabulary. The first is three whole waves of the library's tiles of 128 × 256 on an H200, and a third fewer
+// calls than the second; the others are for less scratch.
+constexpr std::array kTiles = {
+    TileCandidate{{4096, 3072, 1, 1, 1, 1}, 1.0},  TileCandidate{{4096, 2048, 1, 1, 1, 1}, 0.99},
+    TileCandidate{{2048, 2048, 1, 1, 1, 1}, 0.96}, TileCandidate{{4096, 1024, 1, 1, 1, 1}, 0.94},
+    TileCandidate{{2048, 1024, 1, 1, 1, 1}, 0.88}, TileCandidate{{1024, 1024, 1, 1, 1, 1}, 0.78},
+    TileCandidate{{512, 512, 1, 1, 1, 1}, 0.60},   TileCandidate{{1, 1, 1, 1, 1, 1}, 1.0},  // products of backward, which are made at once
+};
+
+bool of_logits(GemmRole role) { return role == GemmRole::forward || role == GemmRole::forward_retain || role == GemmRole::dlogits; }
+
+constexpr GemmTile kOne{1, 1, 1, 1, 1, 1};
+
+/// Seconds of products by the library, `calls` of them, and of the bytes that kernels between them move.
+double seconds_of(const Device& device, double flops, double efficiency, double calls, double bytes_between) {
+    return flops / (device.gpu.bf16_flops * rate_share(device) * efficiency) + bytes_between / device.gpu.bandwidth_bytes_per_s +
+           calls * GemmCost::kLaunchSeconds;
+}
+
+double efficiency_of(const GemmTile& tile) {
+    for (const TileCandidate& candidate : kTiles) {
+        if (candidate.tile == tile) return candidate.efficiency;
+    }
+    return 0.5;
+}
+
+double calls_of(const GemmTile& tile, double rows, double columns) { return up_div(rows, tile.block_m) * up_div(columns, tile.block_n); }
+
+}  // namespace
+
+Reason tile_problem(const Spec& /*spec*/, const Device& /*device*/, GemmRole role, const GemmTile& tile) {
+    if (tile.schedule != TileSchedule::warp_grid) return std::string("schedule: only tiles of cuda_sm90a have one");
+    const GemmTile rest{1, 1, tile.block_k, tile.stages, tile.warps_m, tile.warps_n};
+    if (rest != kOne) return std::string("the library chooses its own tiles: only tokens and columns are given");
+    if (!of_logits(role)) {
+        if (tile.block_m != 1 || tile.block_n != 1) return std::string("the library makes these products at once");
+        return std::nullopt;
+    }
+    if (tile.block_m % kLtBlockRows != 0) return fmt::format("{} tokens: must be a multiple of {}", tile.block_m, +kLtBlockRows);
+    if (tile.block_n % kLtTileColumns != 0) return fmt::format("{} columns: must be a multiple of {}", tile.block_n, +kLtTileColumns);
+    return std::nullopt;
+}
+
+std::span<const TileCandidate> tile_candidates(DType /*dtype*/) { return kTiles; }
+
+/// Measured on an H200, where the power limit decides; elsewhere it is assumed that the library loses as much of the dense rate.
+double rate_share(const Device& /*device*/) { return 0.72; }
+
+TileRate tile_rate(const Spec& /*spec*/, const Device& /*device*/, GemmRole /*role*/, const GemmTile& tile) {
+    return {.blocks_per_sm = 1, .efficiency = efficiency_of(tile), .epilogue_depth = 0};
+}
+
+Cost forward_cost(const Spec& spec, const Device& device, const Plan& plan, double num_tokens, double retained) {
+    const double n = num_tokens;
+    const double d = static_cast<double>(spec.hidden_size);
+    const double v = static_cast<double>(spec.vocab_size);
+    const double between = n * v * (4 + 2 * retained);
+    Cost cost{.flops = 2 * n * v * d, .bytes = between + n * v * 4 + v * d * 2 * up_div(n, plan.cuda.forward.block_m)};
+    cost.seconds = seconds_of(device, cost.flops, efficiency_of(plan.cuda.forward), 2 * calls_of(plan.cuda.forward, n, v), between);
+    add_rounding(spec, device, cost);
+    return cost;
+}
+
+Cost backward_cost(const Spec& spec, const Device& device, const Plan& plan, double num_tokens, double retained) {
+    const double n = num_tokens;
+    const double d = static_cast<double>(spec.hidden_size);
+    const double kept = static_cast<double>(spec.vocab_size) * retained;
+    const double again = static_cast<double>(spec.vocab_size) - kept;
+    Plan beside_sums = plan;
+    beside_sums.scratch_bytes -= std::int64_t{4} * plan.cuda.dlogits.block_m * plan.cuda.dlogits.block_n + kGemmWorkspaceBytes;
+    const double chunks = again > 0 ? up_div(again, gpu_chunk_rows(spec, beside_sums, n)) : 0;
+    const double blocks = up_div(kept, kLtRetainedColumns);
+    const double moves = spec.grad_weight_mode == GradMode::accumulate ? 2 : 1;
+    const double gradient = static_cast<double>(spec.vocab_size) * d * static_cast<double>(element_bytes(spec.grad_weight_dtype)) * moves;
+    const double sums = 8 * n * d * (chunks + blocks);
+    const double between = n * again * 6;
+    Cost cost{.flops = 4 * n * kept * d + 6 * n * again * d, .bytes = between + n * again * 8 + n * kept * 4 + gradient + sums};
+    const double calls = 2 * calls_of(plan.cuda.dlogits, n, again) + 2 * (chunks + blocks) + 4;
+    cost.seconds = seconds_of(device, 4 * n * (kept + again) * d, 1.0, calls, between + sums) +
+                   seconds_of(device, 2 * n * again * d, efficiency_of(plan.cuda.dlogits), 0, 0);
+    add_rounding(spec, device, cost);
+    return cost;
+}
+
+}  // namespace flce::lt

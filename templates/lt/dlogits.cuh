@@ -1,0 +1,96 @@
+// Backward, after each product of some rows and columns: logits become their gradient, in the Problem's dtype.
+#pragma once
+
+#include "flce/lt/sums.cuh"
+
+namespace flce {
+
+/// Writes the factor of grad_weight's product and, for what is there already, 0 and 1.
+template <class Problem>
+__device__ __forceinline__ void write_factors(float* factors, const PassScalars* scalars) {
+    if (factors == nullptr || blockIdx.x != 0 || blockIdx.y != 0 || threadIdx.x != 0) return;
+    factors[0] = dlogits_scale<Problem>(scalars, true);
+    factors[1] = 0.f;
+    factors[2] = 1.f;
+}
+
+template <class Problem, class TileT>
+struct DlogitsBlock {
+    using Element = typename Problem::Element;
+    using Params = TemperedOf<Problem, LtDlogitsParams>;
+    enum : int { kSmemBytes = 0 };
+    enum : int { kThreads = kLtThreads };
+    enum : int { kWarps = kLtThreads / 32 };
+    enum : int { kWarpRows = kLtBlockRows / kWarps };
+
+    const Params& p;
+    LtPlace place;
+    int column0;
+    float column_sums[LtPlace::kColumnPieces][2];
+
+    __device__ __forceinline__ explicit DlogitsBlock(const Params& params)
+        : p(params), column0(static_cast<int>(blockIdx.y) * kLtTileColumns), column_sums{} {}
+
+    __device__ __forceinline__ void run() {
+        wait_for_product();
+        write_factors<Problem>(p.factors, p.scalars);
+        const float scale = dlogits_scale<Problem>(p.scalars, false);
+        const int first = static_cast<int>(blockIdx.x) * kLtBlockRows + LtPlace::warp() * kWarpRows;
+#pragma unroll 1
+        for (int row = first; row < min(first + kWarpRows, p.rows); row += LtPlace::kRows) {
+            place.first_row = row;
+            LtSums c;
+            load_sums(p.sums, p.sums_ld, place, p.rows, column0, p.columns, c);
+            if constexpr (Problem::bias) add_bias<Problem>(p, place, column0, c);
+#pragma unroll
+            for (int h = 0; h < LtPlace::kRows; ++h) {
+                row_gradient<Problem>(p, place, column0, row + h, scale, c[0], h);
+                if (row + h < p.rows) write(c[0], h, row + h);
+            }
+        }
+        if constexpr (Problem::bias) {
+            if (p.bias_partials != nullptr) sum_columns();
+        }
+    }
+
+    __device__ __forceinline__ void write(float (&c)[LtPlace::kColumnPieces][4], int h, int row) {
+        Element* const to = static_cast<Element*>(p.dlogits) + row * p.ld + column0;
+#pragma unroll
+        for (int j = 0; j < LtPlace::kColumnPieces; j += 2) {
+            const int column = place.column(j, 0);
+            float four[4];
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                four[e] = column0 + column + e < p.columns ? c[j + e / 2][2 * h + e % 2] : 0.f;
+                if constexpr (Problem::bias) column_sums[j + e / 2][e % 2] += four[e];
+                if constexpr (kSame<Element, Fp16>) four[e] = ptx::clamp_nan(four[e], 65504.f);
+            }
+            // A chunk's leading dimension has room for whole groups.
+            if (column0 + column >= p.columns) continue;
+            *reinterpret_cast<uint2*>(to + column) =
+                make_uint2(Numeric<Element>::pack(four[0], four[1]), Numeric<Element>::pack(four[2], four[3]));
+        }
+    }
+
+    /// Sums of the block's columns, still scaled, for the bias gradient: over a warp's rows, then the warps, in fixed order.
+    __device__ __forceinline__ void sum_columns() {
+        __shared__ float of_warps[kWarps][kLtTileColumns];
+#pragma unroll
+        for (int j = 0; j < LtPlace::kColumnPieces; ++j)
+#pragma unroll
+            for (int e = 0; e < 2; ++e) of_warps[LtPlace::warp()][place.column(j, e)] = column_sums[j][e];
+        __syncthreads();
+        for (int column = static_cast<int>(threadIdx.x); column < kLtTileColumns; column += kLtThreads) {
+            float sum = of_warps[0][column];
+            for (int warp = 1; warp < kWarps; ++warp) sum += of_warps[warp][column];
+            if (column0 + column < p.columns) p.bias_partials[blockIdx.x * p.ld + column0 + column] = sum;
+        }
+    }
+};
+
+template <class Problem, class TileT>
+__device__ __forceinline__ void dlogits(const typename DlogitsBlock<Problem, TileT>::Params& p) {
+    DlogitsBlock<Problem, TileT>(p).run();
+}
+
+}  // namespace flce
