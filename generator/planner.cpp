@@ -158,7 +158,7 @@ std::vector<Plan> cuda_candidates(const Spec& spec, const Device& device, const 
                                   Search& search) {
     std::vector<Plan> plans;
     for (const CudaPath* path : cuda_paths()) {
-        if (only != nullptr ? path != only : path != cuda_paths().front() && !path->is_own_of(device)) continue;
+        if (only != nullptr ? path != only : path != cuda_paths().front() && !path->is_preferred(spec, device)) continue;
         for (const Strategy strategy : path->strategies) {
             std::ranges::copy(path_candidates(spec, device, *path, strategy, request, widest, search), std::back_inserter(plans));
         }
@@ -235,8 +235,11 @@ std::string path_line(const Spec& spec, const Device& device, const CudaPath& pa
     for (const CudaPath* own : cuda_paths()) {
         if (!own->is_own_of(device)) continue;
         const Reason problem = own->problem(spec, device, Strategy::recompute);
-        return fmt::format("{}, for every GPU; {}", name,
-                           problem ? *problem : fmt::format("{} is made for {}", own->name, device.gpu.arch));
+        std::string other = problem.value_or(fmt::format("{} is made for {}", own->name, device.gpu.arch));
+        if (!problem && !own->is_preferred(spec, device)) {
+            other += fmt::format(", for layers of {} hidden dimensions and more", own->least_hidden_size);
+        }
+        return fmt::format("{}, for every GPU; {}", name, other);
     }
     return fmt::format("{}, for every GPU; none are made for {} alone", name, device.gpu.arch);
 }

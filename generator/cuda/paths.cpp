@@ -25,7 +25,7 @@ const CudaPath& cuda_path(PlanPath path) {
 
 const CudaPath* own_cuda_path(const Spec& spec, const Device& device) {
     for (const CudaPath* path : cuda_paths()) {
-        if (path->is_own_of(device) && !path->problem(spec, device, Strategy::recompute)) return path;
+        if (path->is_preferred(spec, device) && !path->problem(spec, device, Strategy::recompute)) return path;
     }
     return nullptr;
 }

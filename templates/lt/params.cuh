@@ -39,6 +39,7 @@ struct LtStaleParams : ForwardParams {
     void* exponentials;
     const float* references;
     const unsigned* stale;  ///< stale of SplitSumsParams
+    float* own_sums;        ///< [splits][2][partial_rows]: the largest logit and the sum of exponentials, by stale_sums
     long long block_bytes;
     int retained_columns;
     int unused;

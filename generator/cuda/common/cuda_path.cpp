@@ -13,6 +13,10 @@ bool CudaPath::is_own_of(const Device& device) const {
     return std::ranges::find(own_capabilities, device.gpu.compute_capability) != own_capabilities.end();
 }
 
+bool CudaPath::is_preferred(const Spec& spec, const Device& device) const {
+    return is_own_of(device) && spec.hidden_size >= least_hidden_size;
+}
+
 bool CudaPath::has(Strategy strategy) const { return std::ranges::find(strategies, strategy) != strategies.end(); }
 
 bool CudaPath::can_retain(const Spec& spec, const Device& device) const {

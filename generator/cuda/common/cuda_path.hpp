@@ -68,6 +68,7 @@ struct CudaPath {
     std::string_view name;                  ///< name in texts of plans and in messages: "cuda_sm80"
     std::string_view instruction;           ///< instruction that multiplies: "mma.sync"
     std::span<const int> own_capabilities;  ///< compute capabilities of the architectures that the path is made for
+    std::int64_t least_hidden_size;         ///< hidden size from which the planner prefers the path there
     std::span<const Strategy> strategies;   ///< strategies in the order in which the planner considers them
     /// Schedules of tiles, of which a plan's text has the warps. Warps that stand for no schedule are the grid of TileSchedule::warp_grid.
     std::span<const ScheduleWarps> schedules;
@@ -95,8 +96,10 @@ struct CudaPath {
     /// Lays out the workspace, and makes sources and launch programs: generate_cuda.
     CudaProgram (&generate)(const Spec& spec, const Device& device, const Plan& plan);
 
-    /// Whether the planner prefers the path on the device.
+    /// Whether the path is made for the device.
     [[nodiscard]] bool is_own_of(const Device& device) const;
+    /// Whether the planner prefers the path for a layer on the device.
+    [[nodiscard]] bool is_preferred(const Spec& spec, const Device& device) const;
     [[nodiscard]] bool has(Strategy strategy) const;
     /// Whether the path can retain exponentials of `spec` on `device`.
     [[nodiscard]] bool can_retain(const Spec& spec, const Device& device) const;

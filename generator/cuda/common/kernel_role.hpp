@@ -21,7 +21,7 @@ namespace flce {
     X(dlogits) X(grad_hidden) X(grad_weight) X(backward_chunks) X(hidden_chunks)                          \
     X(teacher_dlogits) X(teacher_bias) X(grad_bias) X(scatter_rows) X(make_room) X(zero_columns)          \
     /* Around the products of a library. */                                                               \
-    X(stale_rows) X(scaled_hidden) X(finish_hidden) X(finish_weight)                                      \
+    X(stale_sums) X(stale_rows) X(scaled_hidden) X(finish_hidden) X(finish_weight)                                      \
     /* Both passes. */                                                                                    \
     X(prepare) X(gather_rows) X(round_weight)
 // clang-format on

@@ -86,7 +86,8 @@ std::string problem_struct(const Spec& spec, const Plan& plan, const KernelFamil
 
 bool sees_logits(KernelRole role) {
     return role == KernelRole::forward || role == KernelRole::forward_few || role == KernelRole::dlogits ||
-           role == KernelRole::backward_chunks || role == KernelRole::hidden_chunks || role == KernelRole::stale_rows;
+           role == KernelRole::backward_chunks || role == KernelRole::hidden_chunks || role == KernelRole::stale_sums ||
+           role == KernelRole::stale_rows;
 }
 
 }  // namespace

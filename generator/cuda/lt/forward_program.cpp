@@ -52,14 +52,16 @@ Statement pieces_step(const ForwardPass& pass, const ForwardLayoutLt& layout, co
     return {Loop{kPieceLoop, ceil_div(pass.columns.count, std::int64_t{pass.plan.cuda.forward.block_n}), std::move(steps)}};
 }
 
-Statement stale_step(const ForwardPass& pass, const RetainedLaunch& retained) {
+/// Logits are not read any more, and stale_sums' own sums take their place.
+Statement stale_launch(const ForwardPass& pass, const ForwardLayoutLt& layout, const RetainedLaunch& retained, KernelRole kernel,
+                       const Expr& across) {
     using Params = LtStaleParams;
-    constexpr std::int64_t kBlocksAcross = 64;
     const Expr row = pass.rows.first * (std::int64_t{kLtRetainedColumns} * static_cast<std::int64_t>(element_bytes(pass.spec.dtype)));
-    LaunchBuilder<Params> launch(forward_launch(pass, KernelRole::stale_rows, ceil_div(pass.rows.count, kOutputRows), kBlocksAcross));
+    LaunchBuilder<Params> launch(forward_launch(pass, kernel, ceil_div(pass.rows.count, kOutputRows), across));
     launch.set(&Params::exponentials, retained_at(retained.layout.exponentials) + row)
         .set(&Params::references, retained.references)
         .set(&Params::stale, retained.stale)
+        .set(&Params::own_sums, workspace_at(layout.sums))
         .set(&Params::block_bytes, retained.layout.block_bytes)
         .set(&Params::retained_columns, retained.layout.columns);
     return build_tempered(std::move(launch), pass.spec, temperatures_at(pass.rows));
@@ -77,8 +79,11 @@ LaunchProgram forward_program(const Spec& spec, const Device& device, const Plan
     }
     if (plan.strategy == Strategy::retain) {
         const RetainedLaunch retained(layout.retained, pass.rows);
-        const auto gemm = [&](bool again) {
-            return std::vector{again ? stale_step(pass, retained) : pieces_step(pass, layout, &retained)};
+        constexpr std::int64_t kBlocksAcross = 64;
+        const auto gemm = [&](bool again) -> std::vector<Statement> {
+            if (!again) return {pieces_step(pass, layout, &retained)};
+            return {stale_launch(pass, layout, retained, KernelRole::stale_sums, pass.splits),
+                    stale_launch(pass, layout, retained, KernelRole::stale_rows, kBlocksAcross)};
         };
         std::ranges::move(for_all_rows(pass, retaining_steps(pass, retained, 0, gemm)), std::back_inserter(body));
     } else {

@@ -54,6 +54,7 @@ CudaSource source(const Spec& spec, const Device& device, const Plan& plan) {
         writer.rows(KernelRole::retained_rows, "RetainedRowsParams");
         writer.rows(KernelRole::scaled_hidden, "LtScaledHiddenParams");
         if (spec.bias) writer.rows(KernelRole::retained_bias, "RetainedBiasParams");
+        of_sums(KernelRole::stale_sums, "LtStaleParams", "StaleRowsBlock", 1);
         of_sums(KernelRole::stale_rows, "LtStaleParams", "StaleRowsBlock", 1);
     }
     writer.option_kernels();
@@ -82,6 +83,8 @@ constinit const CudaPath kPathLt{
     .name = lt::kName,
     .instruction = "cuBLASLt",
     .own_capabilities = lt::kOwnCapabilities,
+    // Sums of few products are held to fp32's last place, and a library does not say how it adds.
+    .least_hidden_size = kLongSum,
     .strategies = lt::kStrategies,
     .schedules = {},
     .grad_weight_cluster = 1,

@@ -75,6 +75,7 @@ constinit const CudaPath kPathSm80{
     .name = sm80::kName,
     .instruction = "mma.sync",
     .own_capabilities = {},
+    .least_hidden_size = 0,
     .strategies = sm80::kStrategies,
     .schedules = {},
     .grad_weight_cluster = 1,

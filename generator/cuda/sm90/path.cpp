@@ -42,6 +42,7 @@ constinit const CudaPath kPathSm90{
     .name = "cuda_sm90a",
     .instruction = "wgmma",
     .own_capabilities = sm90::kCapabilities,
+    .least_hidden_size = 0,
     .strategies = sm90::kStrategies,
     .schedules = sm90::kSchedules,
     .grad_weight_cluster = sm90::kClusterBlocks,
