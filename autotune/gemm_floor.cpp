@@ -4,10 +4,11 @@
 #include <fmt/format.h>
 
 #include <array>
-#include <cstdlib>
 #include <cstring>
 #include <filesystem>
 #include <vector>
+
+#include "runtime/cuda/nvrtc_search.hpp"
 
 namespace flce {
 namespace {
@@ -135,26 +136,7 @@ private:
         namespace fs = std::filesystem;
         const std::array<std::string, 2> names{"libcublas.so.13", "libcublas.so.12"};
         std::vector<std::string> result(names.begin(), names.end());
-        std::vector<fs::path> folders;
-        for (const char* variable : {"CUDA_PATH", "CUDA_HOME"}) {
-            if (const char* value = std::getenv(variable)) folders.push_back(fs::path(value) / "lib64");
-        }
-        folders.emplace_back("/usr/local/cuda/lib64");
-        std::vector<fs::path> roots{"/usr", "/usr/local", "/opt/conda"};
-        for (const char* variable : {"VIRTUAL_ENV", "CONDA_PREFIX"}) {
-            if (const char* value = std::getenv(variable)) roots.insert(roots.begin(), value);
-        }
-        for (const fs::path& root : roots) {
-            std::error_code error;
-            for (const auto& python : fs::directory_iterator(root / "lib", error)) {
-                if (!python.path().filename().string().starts_with("python3")) continue;
-                for (const char* packages : {"site-packages", "dist-packages"}) {
-                    folders.push_back(python.path() / packages / "nvidia/cu13/lib");
-                    folders.push_back(python.path() / packages / "nvidia/cublas/lib");
-                }
-            }
-        }
-        for (const fs::path& folder : folders) {
+        for (const fs::path& folder : cuda_library_folders()) {
             for (const std::string& name : names) {
                 std::error_code error;
                 if (!fs::exists(folder / name, error)) continue;
