@@ -350,6 +350,45 @@ TEST(CostModel, Fp32CostsMoreThanBf16) {
               4 * estimate_forward(half, device, choose_plan(half, device), 4096).seconds);
 }
 
+TEST(PathPlans, ArePlansOfThatPathAlone) {
+    const Spec spec = parse_spec("D=2048,V=50257");
+    for (const char* name : {"a100", "h100", "b200"}) {
+        for (const PlanPath path : {PlanPath::cuda_sm80, PlanPath::cuda_lt}) {
+            const std::vector<Plan> plans = path_plans(spec, describe_device(name), path);
+            ASSERT_FALSE(plans.empty()) << name;
+            for (const Plan& plan : plans) {
+                EXPECT_EQ(plan.path, path) << name;
+                EXPECT_EQ(illegal_reason(spec.normalized(), describe_device(name), plan), std::nullopt);
+            }
+        }
+    }
+    EXPECT_TRUE(path_plans(spec, describe_device("a100"), PlanPath::cuda_sm90a).empty());
+    EXPECT_TRUE(path_plans(spec, describe_device("a100"), PlanPath::cpu).empty());
+    EXPECT_TRUE(path_plans(parse_spec("D=2048,V=50257,dtype=fp32"), describe_device("b200"), PlanPath::cuda_lt).empty());
+}
+
+// What one call of a library computes follows scratch, as long as there is any plan.
+TEST(PathPlans, LittleScratch_SmallCallsOfTheLibrary) {
+    const Spec spec = parse_spec("D=1024,V=50257");
+    const Device device = describe_device("b200");
+    int last = 0;
+    for (const std::int64_t megabytes : {12, 24, 64, 256}) {
+        const std::vector<Plan> plans = path_plans(spec, device, PlanPath::cuda_lt, {.scratch_bytes = megabytes << 20});
+        ASSERT_FALSE(plans.empty()) << megabytes;
+        const GemmTile& tile = plans.front().cuda.forward;
+        EXPECT_GE(tile.block_m * tile.block_n, last) << megabytes;
+        last = tile.block_m * tile.block_n;
+    }
+    EXPECT_TRUE(path_plans(spec, device, PlanPath::cuda_lt, {.scratch_bytes = 1 << 20}).empty());
+}
+
+TEST(Planner, ShallowLayersOnBlackwell_TakeTheGenericPath) {
+    const Device device = describe_device("b200");
+    EXPECT_EQ(choose_plan(parse_spec("D=504,V=50257"), device).path, PlanPath::cuda_sm80);
+    EXPECT_EQ(choose_plan(parse_spec("D=512,V=50257"), device).path, PlanPath::cuda_lt);
+    EXPECT_EQ(choose_plan(parse_spec("D=2048,V=50257,dtype=fp32"), device).path, PlanPath::cuda_sm80);
+}
+
 TEST(Planner, ShallowLayersOnACpu_KeepDlogitsInFp32) {
     const Device device = describe_device("znver4");
     EXPECT_FALSE(choose_plan(parse_spec("D=128,V=5000,dtype=bf16"), device).cpu.bf16_dot);
