@@ -387,6 +387,8 @@ TEST(Planner, ShallowLayersOnBlackwell_TakeTheGenericPath) {
     EXPECT_EQ(choose_plan(parse_spec("D=504,V=50257"), device).path, PlanPath::cuda_sm80);
     EXPECT_EQ(choose_plan(parse_spec("D=512,V=50257"), device).path, PlanPath::cuda_lt);
     EXPECT_EQ(choose_plan(parse_spec("D=2048,V=50257,dtype=fp32"), device).path, PlanPath::cuda_sm80);
+    EXPECT_EQ(choose_plan(parse_spec("D=2048,V=50257,layout=hidden_major"), device).path, PlanPath::cuda_sm80) << "rows begin anywhere";
+    EXPECT_EQ(choose_plan(parse_spec("D=2048,V=50257,padded_vocab_size=50304,layout=hidden_major"), device).path, PlanPath::cuda_lt);
 }
 
 TEST(Planner, ShallowLayersOnACpu_KeepDlogitsInFp32) {

@@ -51,7 +51,7 @@ TEST_F(SessionPathsTest, VariableWithoutAPlan_ErrorNamesItAndTheReason) {
                 ThrowsMessage<PlanError>(AllOf(HasSubstr("FLCE_PATH is cuda_sm90a"), HasSubstr("D=2048,V=50257"))));
     environment_.path = "cuda_lt";
     EXPECT_THAT([&] { (void)path_on("h100", parse_spec("D=2048,V=50257,dtype=fp32")); },
-                ThrowsMessage<PlanError>(AllOf(HasSubstr("FLCE_PATH is cuda_lt"), HasSubstr("fp32 is quicker on cuda_sm80"))));
+                ThrowsMessage<PlanError>(AllOf(HasSubstr("FLCE_PATH is cuda_lt"), HasSubstr("fp32 runs on cuda_sm80"))));
 }
 
 TEST_F(SessionPathsTest, NoLibrary_TheGenericPathAndTheReason) {

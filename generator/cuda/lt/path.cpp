@@ -18,8 +18,15 @@ constexpr std::array kStrategies = {Strategy::retain, Strategy::recompute};
 constexpr std::array kOwnCapabilities = {100, 103, 110};
 
 Reason problem(const Spec& spec, const Device& device, Strategy strategy) {
-    if (spec.batch_invariant) return fmt::format("batch_invariant: {}'s products depend on the number of tokens", kName);
-    if (spec.dtype == DType::fp32) return fmt::format("dtype: {} multiplies 16-bit numbers; fp32 is quicker on cuda_sm80", kName);
+    if (spec.batch_invariant) {
+        return fmt::format("batch_invariant: {}'s products depend on the number of tokens; it needs the CPU, or a Hopper GPU and bf16",
+                           kName);
+    }
+    if (spec.dtype == DType::fp32) return fmt::format("dtype=fp32: {} multiplies 16-bit operands; fp32 runs on cuda_sm80", kName);
+    if (spec.layout == WeightLayout::hidden_major && spec.padded_vocab_size % 8 != 0) {  // the library's quick kernels read 16 bytes
+        return fmt::format("layout=hidden_major with rows of {}: {} needs rows of a multiple of 8; others run on cuda_sm80",
+                           spec.padded_vocab_size, kName);
+    }
     if (auto reason = oldest_gpu_problem(device)) return reason;
     if (strategy != Strategy::retain) return std::nullopt;
     if (spec.label_smoothing > 0) {
