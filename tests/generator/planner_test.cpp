@@ -367,7 +367,7 @@ TEST(PathPlans, ArePlansOfThatPathAlone) {
     EXPECT_TRUE(path_plans(parse_spec("D=2048,V=50257,dtype=fp32"), describe_device("b200"), PlanPath::cuda_lt).empty());
 }
 
-// What one call of a library computes follows scratch, as long as there is any plan.
+// Calls of a library are as large as scratch allows, as long as there is any plan.
 TEST(PathPlans, LittleScratch_SmallCallsOfTheLibrary) {
     const Spec spec = parse_spec("D=1024,V=50257");
     const Device device = describe_device("b200");
