@@ -50,7 +50,7 @@ std::shared_ptr<const CublasLt> search() {
         try {
             return CublasLt::open(file);
         } catch (const EnvironmentError& error) {
-            tried += fmt::format("\n  {}", error.what());
+            tried += fmt::format("; {}", error.what());
             return nullptr;
         }
     };
@@ -62,11 +62,12 @@ std::shared_ptr<const CublasLt> search() {
         }
     }
     for (const char* name : kCublasLtNames) {
-        if (auto found = open(name)) return found;
+        std::string why;
+        if (DynamicLibrary::open(name, &why)) return CublasLt::open(name);
     }
     throw EnvironmentError(fmt::format(
-        "cuBLASLt (libcublasLt.so.13 or .12) was not found. Install a CUDA toolkit or `pip install nvidia-cublas`, or set FLCE_CUBLASLT to "
-        "the file. Looked at what is loaded, the folders of toolkits and wheels, and:{}",
+        "cuBLASLt (libcublasLt.so.13 or .12) was not found: install a CUDA toolkit or `pip install nvidia-cublas`, or set FLCE_CUBLASLT to "
+        "the file{}",
         tried));
 }
 

@@ -1,5 +1,5 @@
-// Programs of the path that multiplies with cuBLASLt: which products there are, where their operands lie, what follows each of them, and
-// that nothing is written over before it has been read.
+// Programs of the path that multiplies with cuBLASLt: which products there are, where their operands lie, and what follows each of them.
+// Nothing is written over before it has been read.
 #include <gtest/gtest.h>
 
 #include <algorithm>
