@@ -53,7 +53,7 @@ QUICK = (
 ENCODER_DECODERS_REFUSED = {
     "DiaForConditionalGeneration": "output embeddings are none",
     "EncoderDecoderModel": "another attention_mask",
-    "FSMTForConditionalGeneration": "output layer is called with",
+    "FSMTForConditionalGeneration": "output layer is called with|makes no decoder_input_ids of them",
     "ProphetNetForConditionalGeneration": "labels has shape",
 }
 ENCODER_DECODER_SAMPLE = ("T5ForConditionalGeneration", "M2M100ForConditionalGeneration", "EncoderDecoderModel")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 from typing import Any
@@ -113,11 +114,17 @@ def _with_decoder_input_ids(model: Any, labels: Tensor, given: dict[str, Any]) -
 
 def _decoder_input_ids(model: Any, labels: Tensor) -> Tensor:
     own = getattr(model, "prepare_decoder_input_ids_from_labels", None)
-    if own is not None:
-        return own(labels=labels)  # type: ignore[no-any-return]
-    shift: Any = _own_shifting_function(model)
-    names = [name for name in ("pad_token_id", "decoder_start_token_id") if name in inspect.signature(shift).parameters]
-    return shift(labels, **{name: getattr(model.config, name) for name in names})  # type: ignore[no-any-return]
+    if own is None:
+        shift: Any = _own_shifting_function(model)
+        names = [name for name in ("pad_token_id", "decoder_start_token_id") if name in inspect.signature(shift).parameters]
+        own = functools.partial(shift, **{name: getattr(model.config, name) for name in names})
+    try:
+        return own(labels.clone())  # type: ignore[no-any-return]  # FSMT's writes over what it is given
+    except (RuntimeError, IndexError, ValueError) as error:
+        raise errors.ArgumentError(
+            f"labels: {type(model).__name__} makes no decoder_input_ids of them ({error}); give decoder_input_ids too, or "
+            f"train it unpatched"
+        ) from error
 
 
 def _makes_decoder_input_ids(model: Any) -> bool:
