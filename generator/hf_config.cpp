@@ -26,6 +26,7 @@ constexpr std::string_view kDtype[] = {"dtype", "torch_dtype"};
 constexpr std::string_view kSoftcap[] = {"final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap"};
 constexpr std::string_view kFactors[] = {"logit_scale", "lm_head_multiplier", "output_multiplier"};
 constexpr std::string_view kDivisor = "logits_scaling";
+constexpr std::string_view kBaseSize = "dim_model_base";  // hidden states are divided by hidden_size / this, as MiniCPM's are
 
 // Facts that follow from model_type alone.
 constexpr std::string_view kFactorTypes[] = {"hyperclovax", "hyperclovax_vision_v2"};    // multiply by logits_scaling
@@ -194,6 +195,9 @@ double hf_softcap(const HfConfig& config) {
 double hf_logit_scale(const HfConfig& config, std::string_view type) {
     double scale = 1;
     for (const std::string_view name : kFactors) scale *= config.number(name, 1.0);
+    if (config.find(kBaseSize) != nullptr) {
+        scale *= config.number(kBaseSize, 0) / static_cast<double>(config.size("hidden_size", kHiddenSize));
+    }
     const double divisor = config.number(kDivisor, 1.0);
     if (has(kFactorTypes, type)) return scale * divisor;
     if (divisor == 0.0) throw SpecError("config: logits_scaling = 0: must not be 0 (logits are divided by it)");

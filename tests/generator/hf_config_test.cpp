@@ -52,6 +52,8 @@ TEST(HfConfig, KnownModels_GiveTheirOutputLayer) {
         {"xLSTM",
          R"({"model_type":"xlstm","hidden_size":4096,"vocab_size":50304,"output_logit_soft_cap":30.0,"tie_word_embeddings":false})",
          "D=4096,V=50304,dtype=fp32,softcap=30"},
+        {"MiniCPM3", R"({"model_type":"minicpm3","hidden_size":2560,"vocab_size":73448,"dim_model_base":256})",
+         "D=2560,V=73448,dtype=fp32,tied,logit_scale=0.1"},
         {"HyperCLOVA X", R"({"model_type":"hyperclovax","hidden_size":64,"vocab_size":50,"logits_scaling":0.125})",
          "D=64,V=50,dtype=fp32,tied,logit_scale=0.125"},
         {"BERT", R"({"model_type":"bert","hidden_size":768,"vocab_size":30522})", "D=768,V=30522,dtype=fp32,tied,bias"},
