@@ -116,7 +116,7 @@ case $way in
         clone "$work/clone"
         in_clone .tools make wheel
         environment "$work/venv"
-        (cd "$work/clone" && quietly "$work/venv/bin/pip" install --no-index dist/flce-*-manylinux_2_28_x86_64.whl)
+        (cd "$work/clone" && quietly "$work/venv/bin/pip" install dist/flce-*-manylinux_2_28_x86_64.whl)
         rm -rf "$work/clone"
         used "$work/venv"
         ;;
