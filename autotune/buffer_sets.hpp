@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "autotune/layer.hpp"
+#include "runtime/layer/layer.hpp"
 
 namespace flce {
 

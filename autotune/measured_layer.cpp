@@ -5,8 +5,8 @@
 #include <algorithm>
 #include <cmath>
 
-#include "autotune/number_formats.hpp"
-#include "autotune/parallel.hpp"
+#include "runtime/layer/number_formats.hpp"
+#include "runtime/layer/parallel_blocks.hpp"
 #include "runtime/session.hpp"
 
 namespace flce {

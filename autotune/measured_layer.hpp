@@ -9,9 +9,9 @@
 
 #include "autotune/buffer_sets.hpp"
 #include "autotune/judge.hpp"
-#include "autotune/layer.hpp"
 #include "autotune/reference.hpp"
 #include "flce/recording.hpp"
+#include "runtime/layer/layer.hpp"
 
 namespace flce {
 

@@ -4,8 +4,8 @@
 #include <cmath>
 #include <set>
 
-#include "autotune/number_formats.hpp"
-#include "autotune/parallel.hpp"
+#include "runtime/layer/number_formats.hpp"
+#include "runtime/layer/parallel_blocks.hpp"
 
 namespace flce {
 namespace {

@@ -8,8 +8,8 @@
 #include <vector>
 
 #include "autotune/judge.hpp"
-#include "autotune/layer.hpp"
 #include "autotune/reference.hpp"
+#include "runtime/layer/layer.hpp"
 
 namespace flce {
 

@@ -6,9 +6,9 @@
 #include <numeric>
 #include <type_traits>
 
-#include "autotune/layer.hpp"
-#include "autotune/number_formats.hpp"
-#include "autotune/parallel.hpp"
+#include "runtime/layer/layer.hpp"
+#include "runtime/layer/number_formats.hpp"
+#include "runtime/layer/parallel_blocks.hpp"
 
 namespace flce {
 namespace {

@@ -28,11 +28,11 @@
 #include <vector>
 
 #include "autotune/gemm_floor.hpp"
-#include "autotune/layer.hpp"
 #include "benchmarks/reduction_stand_in.hpp"
 #include "flce/buffer.hpp"
 #include "flce/parallel.hpp"
 #include "runtime/cuda/driver.hpp"
+#include "runtime/layer/layer.hpp"
 
 namespace flce::bench {
 namespace {

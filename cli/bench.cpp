@@ -9,12 +9,12 @@
 
 #include "autotune/buffer_sets.hpp"
 #include "autotune/gemm_floor.hpp"
-#include "autotune/layer.hpp"
 #include "cli/command.hpp"
 #include "cli/finite_number.hpp"
 #include "cli/interrupt.hpp"
 #include "cli/progress.hpp"
 #include "cli/retained_memory.hpp"
+#include "runtime/layer/layer.hpp"
 
 namespace flce::cli {
 namespace {

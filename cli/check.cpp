@@ -5,12 +5,12 @@
 #include <algorithm>
 #include <cmath>
 
-#include "autotune/number_formats.hpp"
 #include "autotune/output_check.hpp"
 #include "cli/command.hpp"
 #include "cli/finite_number.hpp"
 #include "cli/interrupt.hpp"
 #include "cli/retained_memory.hpp"
+#include "runtime/layer/number_formats.hpp"
 
 namespace flce::cli {
 namespace {

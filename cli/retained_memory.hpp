@@ -5,8 +5,8 @@
 #include <cstdint>
 #include <optional>
 
-#include "autotune/layer.hpp"
 #include "cli/command.hpp"
+#include "runtime/layer/layer.hpp"
 
 namespace flce::cli {
 

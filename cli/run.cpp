@@ -6,10 +6,10 @@
 #include <cstring>
 #include <limits>
 
-#include "autotune/layer.hpp"
 #include "cli/command.hpp"
 #include "cli/interrupt.hpp"
 #include "cli/safetensors.hpp"
+#include "runtime/layer/layer.hpp"
 
 namespace flce::cli {
 namespace {

@@ -7,8 +7,8 @@
 #include <cmath>
 #include <numeric>
 
-#include "autotune/number_formats.hpp"
 #include "cache/private_folder.hpp"
+#include "runtime/layer/number_formats.hpp"
 #include "runtime/text.hpp"
 
 namespace flce::demo {

@@ -11,9 +11,9 @@
 #include <vector>
 
 #include "autotune/judge.hpp"
-#include "autotune/layer.hpp"
 #include "autotune/reference.hpp"
 #include "flce/flce.hpp"
+#include "runtime/layer/layer.hpp"
 
 namespace flce::demo {
 

@@ -4,8 +4,8 @@
 #include <cmath>
 #include <cstring>
 
-#include "autotune/layer.hpp"
-#include "autotune/parallel.hpp"
+#include "runtime/layer/layer.hpp"
+#include "runtime/layer/parallel_blocks.hpp"
 
 namespace flce::demo {
 namespace {

@@ -7,7 +7,7 @@
 #include <numeric>
 #include <tuple>
 
-#include "autotune/number_formats.hpp"
+#include "runtime/layer/number_formats.hpp"
 #include "tests/autotune/documented_bounds.hpp"
 #include "tests/cache/cache_test_support.hpp"
 

@@ -9,7 +9,7 @@
 #include <map>
 #include <set>
 
-#include "autotune/number_formats.hpp"
+#include "runtime/layer/number_formats.hpp"
 #include "tests/autotune/documented_bounds.hpp"
 
 namespace flce {

@@ -15,9 +15,6 @@
 
 #include "autotune/buffer_sets.hpp"
 #include "autotune/judge.hpp"
-#include "autotune/layer.hpp"
-#include "autotune/number_formats.hpp"
-#include "autotune/out_of_memory.hpp"
 #include "autotune/reference.hpp"
 #include "autotune/tuner.hpp"
 #include "cli/command.hpp"
@@ -27,6 +24,9 @@
 #include "demo/model.hpp"
 #include "demo/text.hpp"
 #include "generator/planner.hpp"
+#include "runtime/layer/layer.hpp"
+#include "runtime/layer/number_formats.hpp"
+#include "runtime/layer/out_of_memory.hpp"
 #include "tests/cli/process.hpp"
 
 namespace flce::cli {

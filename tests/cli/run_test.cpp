@@ -11,10 +11,10 @@
 #include <random>
 
 #include "autotune/judge.hpp"
-#include "autotune/layer.hpp"
-#include "autotune/number_formats.hpp"
 #include "autotune/reference.hpp"
 #include "cli/safetensors.hpp"
+#include "runtime/layer/layer.hpp"
+#include "runtime/layer/number_formats.hpp"
 #include "tests/cli/process.hpp"
 
 namespace flce::test {

@@ -1,4 +1,4 @@
-#include "autotune/out_of_memory.hpp"
+#include "runtime/layer/out_of_memory.hpp"
 
 #include <fmt/format.h>
 

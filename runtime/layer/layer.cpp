@@ -1,4 +1,4 @@
-#include "autotune/layer.hpp"
+#include "runtime/layer/layer.hpp"
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -9,11 +9,11 @@
 #include <cstring>
 #include <limits>
 
-#include "autotune/number_formats.hpp"
-#include "autotune/parallel.hpp"
 #include "generator/call_tensors.hpp"
 #include "generator/shard_layout.hpp"
 #include "runtime/call_fields.hpp"
+#include "runtime/layer/number_formats.hpp"
+#include "runtime/layer/parallel_blocks.hpp"
 #include "runtime/scratch_steps.hpp"
 #include "templates/common/row_math.cuh"
 

@@ -8,9 +8,9 @@
 #include <string_view>
 #include <vector>
 
-#include "autotune/out_of_memory.hpp"
 #include "flce/buffer.hpp"
 #include "flce/flce.hpp"
+#include "runtime/layer/out_of_memory.hpp"
 
 namespace flce {
 
