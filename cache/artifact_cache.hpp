@@ -18,7 +18,8 @@
 
 namespace flce {
 
-/// SHA-256 over length-prefixed, tagged fields. Content only: no absolute path, driver version or time ever goes in.
+/// SHA-256 over length-prefixed, tagged fields. Content only: no absolute path and no time ever goes in, and a driver's version only in a
+/// key of what was seen with that driver.
 struct CacheKey {
     std::array<std::uint8_t, 32> digest{};
     [[nodiscard]] std::string hex() const;

@@ -14,7 +14,8 @@
 //     checksum  = XXH3-128 of everything before it, canonical (big-endian) form    16 bytes
 //
 // Metadata is for people and tools; nothing that a kernel does depends on it. Keys, absent where they make no sense:
-//     kind               "cubin", "object" (host code) or "compiler" (which compiler's cubin there is: runtime/cuda/cubin_cache.hpp)
+//     kind               "cubin", "object" (host code), "compiler" (which compiler's cubin there is: runtime/cuda/cubin_cache.hpp) or
+//                        "check" (outcome of a first use: runtime/first_use.hpp)
 //     holds              contents of an object: "CUDA launchers"; absent: CPU kernels
 //     spec, plan         JSON of the request for which the entry was made; requests that generate the same code share an entry
 //     arch               "sm_90a"; for objects target: {triple, cpu, features}

@@ -3,12 +3,14 @@
 #include <fmt/format.h>
 
 #include <CLI/CLI.hpp>
+#include <algorithm>
 #include <cstdlib>
 #include <optional>
 
 #include "cli/command.hpp"
 #include "records/kernel_version.hpp"
 #include "runtime/cuda/nvrtc.hpp"
+#include "runtime/first_use.hpp"
 #include "runtime/host/host_code.hpp"
 #include "runtime/kernel_factory.hpp"
 #include "runtime/setup_report.hpp"
@@ -181,15 +183,62 @@ void report_text(const Info& info) {
     }
 }
 
+constexpr const char* kCheckedLayer = "D=1024,V=32000,dtype=bf16";
+
+Json check_json(const PathCheck& check) {
+    Json differences = Json::array();
+    for (const Difference& each : check.differences) {
+        differences.push_back({{"output", each.output}, {"relative", each.relative}, {"allowed", each.allowed}});
+    }
+    return {{"device", fmt::format("cuda:{}", check.device.index)},
+            {"name", check.name},
+            {"path", check.path},
+            {"skipped", null_where_empty(check.skipped)},
+            {"fault", null_where_empty(fault_of(check.differences))},
+            {"differences", differences},
+            {"seconds", check.seconds}};
+}
+
+std::string check_line(const PathCheck& check) {
+    if (!check.skipped.empty()) return "nothing to compare: " + first_line(check.skipped);
+    const std::string fault = fault_of(check.differences);
+    return fmt::format("{}, {:.1f} s", fault.empty() ? "agrees with the CPU backend" : "WRONG: " + fault, check.seconds);
+}
+
+/// Compares kernels of every GPU's paths with the CPU backend's.
+int check_first_use(const Spec& spec, bool json) {
+    const std::vector<PathCheck> checks = check_paths(spec, environment(), real_backends());
+    const bool wrong = std::ranges::any_of(checks, [](const PathCheck& check) { return !fault_of(check.differences).empty(); });
+    if (json) {
+        Json list = Json::array();
+        for (const PathCheck& check : checks) list.push_back(check_json(check));
+        print_json({{"spec", spec.text()}, {"num_tokens", kComparedTokens}, {"checks", list}});
+    } else if (checks.empty()) {
+        fmt::print("there is no GPU whose kernels could be compared with the CPU backend's\n");
+    } else {
+        fmt::print("{} over {} random tokens\n", spec.text(), kComparedTokens);
+        for (const PathCheck& check : checks) {
+            fmt::print("cuda:{:<8} {}, {}: {}\n", check.device.index, check.name, check.path, check_line(check));
+        }
+    }
+    return wrong ? kFailedCheck : kDone;
+}
+
 }  // namespace
 
 void add_info(CLI::App& app, Action& action) {
     auto json = std::make_shared<bool>(false);
+    auto check = std::make_shared<bool>(false);
+    auto spec = std::make_shared<std::string>(kCheckedLayer);
     CLI::App* command = app.add_subcommand("info", "Devices, driver, NVRTC, LLVM, CPU features, cache, environment variables");
-    command->footer("\nExamples:\n  flce info\n  flce info --json");
+    command->footer("\nExamples:\n  flce info\n  flce info --json\n  flce info --check");
     command->add_flag("--json", *json, "one JSON object on stdout");
-    command->callback([json, &action] {
-        action = [json] {
+    CLI::Option* checks = command->add_flag(
+        "--check", *check, "compare a step of each path of each GPU with the CPU backend's, as the first use of a new architecture is");
+    command->add_option("--spec", *spec, std::string("the layer that is compared; ") + kSpecHelp)->needs(checks)->capture_default_str();
+    command->callback([json, check, spec, &action] {
+        action = [json, check, spec] {
+            if (*check) return check_first_use(read_spec(*spec), *json);
             const Info info;
             *json ? report_json(info) : report_text(info);
             return static_cast<int>(kDone);

@@ -7,6 +7,7 @@
 #include "cache/log.hpp"
 #include "generator/device_tables.hpp"
 #include "runtime/cuda/cublaslt.hpp"
+#include "runtime/cuda/driver.hpp"
 #include "runtime/cuda/nvrtc.hpp"
 #include "runtime/session.hpp"
 
@@ -95,6 +96,8 @@ const Backends& real_backends() {
         .cuda_devices = [](std::string* why) { return cuda_devices(why); },
         .has_nvrtc = is_here<Nvrtc>,
         .has_cublaslt = is_here<CublasLt>,
+        .cuda_driver_version = [] { return CudaDriver::load()->version(); },
+        .compare = compare_steps,
     };
     return backends;
 }

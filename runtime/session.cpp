@@ -15,6 +15,7 @@
 #include "generator/planner.hpp"
 #include "runtime/cache_options.hpp"
 #include "runtime/call_requests.hpp"
+#include "runtime/first_use.hpp"
 #include "runtime/plan_choice.hpp"
 #include "runtime/prewarm_command.hpp"
 #include "runtime/scratch_steps.hpp"
@@ -109,6 +110,7 @@ struct Session::State {
           local(resolve_local_device(options.device.empty() ? environment.device : options.device, backends,
                                      holds_kernels_of_others(options, environment))),
           cache(cache_options(options, environment)),
+          first_use(cache.options()),
           records(record_places(options, environment)) {
         if (options.scratch_bytes <= 0) {
             throw PlanError(fmt::format("scratch_bytes is {}; it must be positive", options.scratch_bytes));
@@ -128,6 +130,7 @@ struct Session::State {
     std::optional<PlanPath> path;  ///< FLCE_PATH
     LocalDevice local;
     ArtifactCache cache;
+    FirstUse first_use;
     RecordStore records;
 
     std::shared_mutex mutex;
@@ -238,6 +241,7 @@ struct Session::State {
             if (auto known = found(kernels, key)) return known;
             const Backends::Make& make = wanted.device.kind == DeviceKind::cuda ? backends.make_cuda : backends.make_cpu;
             KernelPointer made = make(wanted, cache);
+            if (given_plan.empty()) first_use.require(*made, backends, options.threads);
             is_new = true;
             const std::unique_lock lock(mutex);
             kernels.emplace(key, made);

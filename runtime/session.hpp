@@ -11,6 +11,7 @@
 #include "flce/flce.hpp"
 #include "runtime/environment.hpp"
 #include "runtime/kernel_factory.hpp"
+#include "runtime/layer/agreement.hpp"
 #include "runtime/plan_choice.hpp"
 
 namespace flce {
@@ -26,6 +27,8 @@ struct Backends {
     std::function<std::vector<Device>(std::string* why)> cuda_devices;
     std::function<bool(std::string* why)> has_nvrtc;
     std::function<bool(std::string* why)> has_cublaslt;
+    std::function<int()> cuda_driver_version;
+    std::function<std::vector<Difference>(const Kernel& kernel, const Kernel& reference)> compare;
 };
 
 /// The real ones, of runtime/kernel_factory.hpp.

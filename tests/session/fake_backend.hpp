@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <chrono>
+#include <functional>
 #include <memory>
 #include <stdexcept>
 #include <string>
@@ -54,7 +55,10 @@ struct FakeMachine {
     bool nvrtc = true;
     bool cublaslt = true;
     std::string cpu = "x86-64-v3";
-    std::vector<BuildRequest> requests;  // requests of prewarm; single-threaded
+    int driver_version = 13000;
+    std::atomic<int> compared{0};
+    std::function<std::vector<Difference>()> compare;  // differences of a GPU's first kernels; none: they agree
+    std::vector<BuildRequest> requests;                // requests of prewarm; single-threaded
 
     [[nodiscard]] Backends backends() {
         const Backends::Make make = [this](const BuildRequest& request, ArtifactCache& cache) {
@@ -89,6 +93,12 @@ struct FakeMachine {
                     [this](std::string* why) {
                         if (!cublaslt) *why = "cuBLASLt was not found";
                         return cublaslt;
+                    },
+                .cuda_driver_version = [this] { return driver_version; },
+                .compare =
+                    [this](const Kernel&, const Kernel&) {
+                        ++compared;
+                        return compare ? compare() : std::vector<Difference>{};
                     }};
     }
 
