@@ -5,6 +5,8 @@
 #include <chrono>
 #include <utility>
 
+#include "runtime/kernel_factory.hpp"
+
 namespace flce {
 
 Json TuneWorker::serve(const Json& request) {
@@ -12,6 +14,10 @@ Json TuneWorker::serve(const Json& request) {
     if (op == "open") {
         before(op, request.at("spec").get<std::string>());
         return open(request);
+    }
+    if (op == "rates") {
+        before(op, "");
+        return rates(request);
     }
     const auto plan = request.at("plan").get<std::string>();
     before(op, plan);
@@ -45,6 +51,14 @@ Json TuneWorker::open(const Json& request) {
     options.session.use_records = false;
     layer_ = std::make_unique<MeasuredLayer>(std::move(options));
     return Json::object();
+}
+
+Json TuneWorker::rates(const Json& request) {
+    Device device = parse_device_json(request.at("device").get<std::string>());
+    device.gpu.measured = measure_rates_of(request.at("ordinal").get<int>(), request.at("seconds").get<double>());
+    // A rate that the model takes from the table as it is.
+    device.gpu.bandwidth_bytes_per_s = device.gpu.measured.copy_bytes_per_s;
+    return {{"device", device.json()}};
 }
 
 Json TuneWorker::compile(const Json& request, const std::string& plan) {

@@ -12,7 +12,8 @@ namespace flce {
 /// The words after the command's name that make it this worker.
 inline constexpr const char* kTuneWorker = "tune-worker";
 
-/// Serves one request after another: "open" makes a layer's tensors, "check", "warm" and "time" run a plan on them, "compile" needs none.
+/// Serves one request after another: "open" makes a layer's tensors, "check", "warm" and "time" run a plan on them, "compile" and
+/// "rates" need none.
 class TuneWorker {
 public:
     TuneWorker() = default;
@@ -30,6 +31,7 @@ protected:
 
 private:
     [[nodiscard]] Json open(const Json& request);
+    [[nodiscard]] static Json rates(const Json& request);
     [[nodiscard]] Json compile(const Json& request, const std::string& plan);
     [[nodiscard]] Json warm(const std::string& plan, double seconds);
 

@@ -4,14 +4,18 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
+#include <chrono>
 #include <new>
 #include <utility>
 
 #include "autotune/provenance.hpp"
 #include "autotune/search_space.hpp"
+#include "generator/planner.hpp"
 #include "runtime/environment.hpp"
 #include "runtime/kernel_factory.hpp"
+#include "runtime/session.hpp"
 #include "runtime/text.hpp"
+#include "runtime/workers/worker_process.hpp"
 
 namespace flce {
 namespace {
@@ -67,6 +71,7 @@ Tuner::Tuner(TuneOptions options, TunerWorkers workers, TunerListener listener)
       workers_(std::move(workers)),
       listener_(std::move(listener)),
       session_(session_options(options_)),
+      device_(session_.device()),
       store_({.directory = options_.records_dir.empty() ? session_.records_dir() : options_.records_dir, .shipped = false}) {
     if (store_.places().directory.empty()) throw ArgumentError("there is no directory for records: name one, or set FLCE_RECORDS_DIR");
     check_seconds("budget_s", options_.budget_s);
@@ -75,7 +80,7 @@ Tuner::Tuner(TuneOptions options, TunerWorkers workers, TunerListener listener)
         throw ArgumentError(
             fmt::format("exhaustive is {}; at most {} combinations can be measured", options_.exhaustive, kMaxRecordCandidates));
     }
-    check_coordinates(options_, session_.device().kind);
+    check_coordinates(options_, device_.kind);
     if (options_.commit.size() > kMaxGivenTextBytes) {
         throw ArgumentError(fmt::format("commit has {} bytes; at most {} are kept", options_.commit.size(), kMaxGivenTextBytes));
     }
@@ -83,12 +88,35 @@ Tuner::Tuner(TuneOptions options, TunerWorkers workers, TunerListener listener)
 
 void Tuner::run() {
     store_.check_room();  // before minutes are spent on what could not be kept
+    measure_device();
     for (const Spec& spec : options_.specs) {
         for (const std::int64_t num_tokens : tuned_tokens(options_)) {
             if (stopped()) return;
             tune_or_note(spec, num_tokens);
         }
     }
+}
+
+/// In a process of its own, as candidates are: what hangs there is a warning here, and rates stay assumed.
+void Tuner::measure_device() {
+    if (device_.kind != DeviceKind::cuda || (has_measured_rates(device_) && !workers_.always_rates)) return;
+    constexpr double kSeconds = 1;
+    constexpr std::chrono::milliseconds kPatience{30'000};
+    std::string why;
+    try {
+        WorkerProcess worker(workers_.command);
+        const Json request{
+            {"op", "rates"}, {"device", device_.json()}, {"ordinal", SessionAccess::device_ref(session_).index}, {"seconds", kSeconds}};
+        const Reply reply = worker.ask(request, kPatience, listener_.stop);
+        if (reply.kind == Reply::Kind::answer && reply.answer.contains("device")) {
+            device_ = parse_device_json(reply.answer.at("device").get<std::string>());
+            return;
+        }
+        why = reply.kind == Reply::Kind::answer ? first_line(reply.answer.value("error", "the answer cannot be read")) : reply.why;
+    } catch (const Error& error) {
+        why = first_line(error.what());
+    }
+    if (listener_.warning) listener_.warning(fmt::format("rates of {} are assumed, not measured: {}", device_.name, why));
 }
 
 void Tuner::tune_or_note(const Spec& spec, std::int64_t num_tokens) {
@@ -119,7 +147,7 @@ Record Tuner::begin_record(const RecordKey& key, const TuningRun& run, const std
 }
 
 TuneTarget Tuner::target(const Spec& spec, std::int64_t num_tokens, std::int64_t scratch_bytes) const {
-    const Device& device = session_.device();
+    const Device& device = device_;
     const bool on_gpu = device.kind == DeviceKind::cuda;
     TuneTarget target{.spec = spec,
                       .device = device,
@@ -137,7 +165,7 @@ TuneTarget Tuner::target(const Spec& spec, std::int64_t num_tokens, std::int64_t
 }
 
 Tuned Tuner::tune(const Spec& spec, std::int64_t num_tokens) {
-    const Device& device = session_.device();
+    const Device& device = device_;
     SearchOptions search_options{.request = tuned_request(options_, session_, spec, device, num_tokens),
                                  .extra = options_.plans,
                                  .library_version = device.kind == DeviceKind::cuda ? cublaslt_version() : 0,

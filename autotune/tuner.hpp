@@ -38,6 +38,7 @@ struct TunerListener {
 struct TunerWorkers {
     WorkerCommand command;       ///< runs a TuneWorker
     bool always_graphs = false;  ///< samples are graphs on a CPU too; for tests
+    bool always_rates = false;   ///< a GPU's rates are measured even where the cost model has them; for tests
 };
 
 class Tuner {
@@ -47,11 +48,13 @@ public:
 
     /// Tunes layer after layer. An error of one layer does not keep the others from it.
     void run();
-    [[nodiscard]] const Device& device() const noexcept { return session_.device(); }
+    /// The session's device, after run() with rates that were measured on it, where the cost model has none of such a GPU.
+    [[nodiscard]] const Device& device() const noexcept { return device_; }
     [[nodiscard]] const std::vector<Tuned>& tuned() const { return tuned_; }
     [[nodiscard]] const std::vector<UntunedLayer>& untuned() const { return untuned_; }
 
 private:
+    void measure_device();
     void tune_or_note(const Spec& spec, std::int64_t num_tokens);
     [[nodiscard]] Tuned tune(const Spec& spec, std::int64_t num_tokens);
     [[nodiscard]] TuneTarget target(const Spec& spec, std::int64_t num_tokens, std::int64_t scratch_bytes) const;
@@ -63,6 +66,7 @@ private:
     TunerWorkers workers_;
     TunerListener listener_;
     Session session_;
+    Device device_;
     RecordStore store_;
     std::vector<Tuned> tuned_;
     std::vector<UntunedLayer> untuned_;

@@ -36,7 +36,7 @@ int main(int argc, char** argv) {
         if (argc != 1 && !given) throw std::runtime_error("usage: bench_mma_ceiling [--seconds 3]");
         const double seconds = given ? std::stod(argv[2]) : 3.0;
         const auto context = flce::CudaDriver::load()->context(0);
-        const flce::GpuRates rates = flce::measure_rates(context, 1.0);
+        const flce::MeasuredRates rates = flce::measure_rates(context, 1.0);
         auto seen = std::async(std::launch::async, power_and_clock, std::chrono::duration<double>(seconds * 0.7));
         const double flops = flce::measure_mma_rate(context, seconds);
         const nlohmann::json report{{"gpu", context->driver().device(0).name},
@@ -44,6 +44,7 @@ int main(int argc, char** argv) {
                                     {"seconds", seconds},
                                     {"power_and_clock", seen.get()},
                                     {"mma_tflops_of_a_moment", rates.mma_flops * 1e-12},
+                                    {"library_tflops_of_a_moment", rates.library_flops * 1e-12},
                                     {"copy_gb_per_s", rates.copy_bytes_per_s * 1e-9},
                                     {"l2_gb_per_s", rates.l2_bytes_per_s * 1e-9},
                                     {"launch_us", rates.launch_seconds * 1e6}};

@@ -160,6 +160,7 @@ void add_search_options(CLI::App& command, TuneFlags& flags) {
                      "compile what a search can ask for into the cache and stop; --device may be one that is not here");
     command.add_option("--worker", flags.worker, "")->take_all()->group("");
     command.add_flag("--always-graphs", flags.always_graphs, "")->group("");
+    command.add_flag("--always-rates", flags.always_rates, "")->group("");
 }
 
 /// Returns --show, which is there without values too.

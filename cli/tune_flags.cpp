@@ -53,8 +53,8 @@ TuneOptions TuneFlags::options() const {
 }
 
 TunerWorkers TuneFlags::workers() const {
-    if (worker.empty()) return {worker_command(kThisProgram, kTuneWorker), always_graphs};
-    return {{worker.front(), {worker.begin() + 1, worker.end()}}, always_graphs};
+    if (worker.empty()) return {worker_command(kThisProgram, kTuneWorker), always_graphs, always_rates};
+    return {{worker.front(), {worker.begin() + 1, worker.end()}}, always_graphs, always_rates};
 }
 
 }  // namespace flce::cli

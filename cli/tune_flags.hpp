@@ -34,6 +34,7 @@ struct TuneFlags {
     std::filesystem::path out, report;
     std::vector<std::string> worker;  ///< a program and its arguments in place of this program's worker; for tests
     bool always_graphs = false;       ///< for tests
+    bool always_rates = false;        ///< for tests
 
     /// Options from --spec, --hf-config, --all-layers and the others, specs normalized. Throws UsageError where there is no spec,
     /// SpecError, PlanError.

@@ -174,6 +174,11 @@ void visit_fields(DeviceType& device, const Visit& visit) {
         visit("memory_bytes", gpu.memory_bytes);
         visit("bandwidth_bytes_per_s", gpu.bandwidth_bytes_per_s);
         visit("bf16_flops", gpu.bf16_flops);
+        visit("measured_mma_flops", gpu.measured.mma_flops);
+        visit("measured_library_flops", gpu.measured.library_flops);
+        visit("measured_copy_bytes_per_s", gpu.measured.copy_bytes_per_s);
+        visit("measured_l2_bytes_per_s", gpu.measured.l2_bytes_per_s);
+        visit("measured_launch_seconds", gpu.measured.launch_seconds);
     } else {
         auto& cpu = device.cpu;
         visit("triple", cpu.triple);

@@ -26,9 +26,9 @@ constexpr std::array<std::int64_t, 2> kReferenceTokens = {kTypicalTokens, 2 * kT
 constexpr std::int64_t kListedTokenBytes = 8;  // bytes of an entry in a list of tokens
 
 /// Device on which candidates are rated. All products of an architecture get one order, so that kernels compiled for the architecture's
-/// name are the ones that each product asks for.
+/// name are the ones that each product asks for. A tuner with rates of the very GPU has an order of its own.
 Device rating_device(const Device& device) {
-    if (device.kind == DeviceKind::cpu) return device;
+    if (device.kind == DeviceKind::cpu || device.gpu.measured.mma_flops > 0) return device;
     try {
         return describe_device(device.gpu.arch);
     } catch (const EnvironmentError&) {  // newer than the tables
@@ -251,6 +251,10 @@ std::string gpu_line(const Device& device, const CudaPath& path) {
         fmt::format("{:.0f} % of the dense rate of {:.0f} TFLOP/s", 100 * path.rate_share(device), 1e-12 * gpu.bf16_flops);
     const std::string line = fmt::format("{}: {} SMs, {} KiB of shared memory a block, {} MiB of L2, {:.0f} GB/s; ", gpu.arch, gpu.sm_count,
                                          gpu.smem_per_block_bytes >> 10, gpu.l2_bytes >> 20, 1e-9 * gpu.bandwidth_bytes_per_s);
+    if (gpu.measured.mma_flops > 0) {
+        return line +
+               fmt::format("modelled: kernels of {} are taken to keep up {}, after rates measured on this GPU", path.instruction, rate);
+    }
     if (has_measured_rates(device)) {
         return line + fmt::format("modelled: kernels of {} keep up {}, as measured on H100 and H200", path.instruction, rate);
     }
@@ -277,7 +281,7 @@ std::string refusals_text(const Search& search) {
 
 bool has_measured_rates(const Device& device) noexcept {
     constexpr int kHopper = 90;
-    return device.kind == DeviceKind::cpu || device.gpu.compute_capability == kHopper;
+    return device.kind == DeviceKind::cpu || device.gpu.compute_capability == kHopper || device.gpu.measured.mma_flops > 0;
 }
 
 std::optional<std::int64_t> workspace_of_tokens(const Spec& spec, std::int64_t num_tokens) noexcept {

@@ -59,8 +59,8 @@ enum class OwnMemory {
 /// The least scratch with which candidate_plans has a plan; absent where no scratch is enough. Throws SpecError.
 [[nodiscard]] std::optional<std::int64_t> smallest_scratch_bytes(const Spec& spec, const Device& device);
 
-/// Whether the cost model's rates were measured on such a device: on every CPU, and on GPUs of Hopper (H100, H200). Rates of all other GPUs
-/// are assumed.
+/// Whether the cost model's rates were measured on such a device: on every CPU, on GPUs of Hopper (H100, H200), and on a GPU whose
+/// MeasuredRates are there. Rates of all other GPUs are assumed.
 [[nodiscard]] bool has_measured_rates(const Device& device) noexcept;
 
 /// Reasons for `plan`, which is in use on `device`: a line each for the device's limits, the plan's rank among the candidates, and every

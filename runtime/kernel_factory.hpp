@@ -33,4 +33,8 @@ void compile_cuda_kernel(const BuildRequest& request, ArtifactCache& cache);
 /// Version of the cuBLASLt that is here (130100 is 13.1.0); 0: there is none.
 [[nodiscard]] int cublaslt_version();
 
+/// Rates of a GPU of this machine, measured for about `seconds` after NVRTC has compiled what they need. Throws EnvironmentError,
+/// CompileError, DeviceError.
+[[nodiscard]] MeasuredRates measure_rates_of(int ordinal, double seconds);
+
 }  // namespace flce

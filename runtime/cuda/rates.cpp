@@ -5,7 +5,10 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "flce/error.hpp"
+#include "runtime/cuda/cublaslt.hpp"
 #include "runtime/cuda/nvrtc.hpp"
+#include "runtime/kernel_factory.hpp"
 
 namespace flce {
 namespace {
@@ -132,6 +135,50 @@ public:
         return operations / taken;
     }
 
+    /// Operations a second of cuBLASLt over about `seconds`; 0 where there is none.
+    [[nodiscard]] double library(double seconds) const {
+        try {
+            static_cast<void>(CublasLt::load());
+        } catch (const EnvironmentError&) {
+            return 0;
+        }
+        constexpr std::int64_t kRows = 4096;
+        constexpr std::int64_t kColumns = 8192;
+        constexpr std::int64_t kDepth = 4096;
+        constexpr std::int64_t kWorkspace = std::int64_t{4} << 20;
+        const Memory operands(*context_, 2 * (kRows + kColumns) * kDepth);
+        const Memory result(*context_, 4 * kRows * kColumns + kWorkspace);
+        fill_random(operands.address(), 2 * (kRows + kColumns) * kDepth);
+        const auto a = static_cast<std::int64_t>(operands.address());
+        const auto c = static_cast<std::int64_t>(result.address());
+        const GemmCall call{.transpose_b = 1,
+                            .operands = static_cast<std::int64_t>(DType::bf16),
+                            .result_type = static_cast<std::int64_t>(DType::fp32),
+                            .m = kRows,
+                            .n = kColumns,
+                            .k = kDepth,
+                            .a = a,
+                            .lda = kDepth,
+                            .b = a + 2 * kRows * kDepth,
+                            .ldb = kDepth,
+                            .result = c,
+                            .ld = kColumns,
+                            .workspace = c + 4 * kRows * kColumns};
+        const LibraryGemms& gemms = LibraryGemms::of(context_);
+        const auto run = [&](int times) {
+            return timer_.seconds([&](CUstream stream) {
+                for (int i = 0; i < times; ++i) {
+                    if (const int status = gemms.run(call, stream); status != 0) {
+                        throw DeviceError("cublasLtMatmul failed: " + gemms.library().describe(status), "cublasLtMatmul", status);
+                    }
+                }
+            });
+        };
+        const double once = std::max(std::min(run(1), run(1)), 1e-6);
+        const int times = std::max(4, static_cast<int>(seconds / once));
+        return 2.0 * kRows * kColumns * kDepth * times / run(times);
+    }
+
     [[nodiscard]] double l2(double seconds) const {
         const std::int64_t bytes = std::clamp<std::int64_t>(gpu_.l2_bytes / 4, 1 << 20, 32 << 20);
         const Memory data(*context_, static_cast<std::size_t>(bytes));
@@ -181,6 +228,21 @@ public:
     }
 
 private:
+    /// Nearly random numbers of bf16 between -2 and 2: what a product draws depends on its operands.
+    void fill_random(CUdeviceptr to, std::size_t bytes) const {
+        constexpr std::size_t kBlock = std::size_t{4} << 20;
+        std::vector<std::uint16_t> numbers(kBlock / 2);
+        std::uint32_t state = 1;
+        for (std::uint16_t& number : numbers) {
+            state = state * 1664525U + 1013904223U;
+            number = static_cast<std::uint16_t>((state >> 16 & 0x80ffU) | 0x3f00U);
+        }
+        for (std::size_t at = 0; at < bytes; at += kBlock) {
+            context_->driver().check(context_->functions().cuMemcpyHtoD(to + at, numbers.data(), std::min(kBlock, bytes - at)),
+                                     "cuMemcpyHtoD");
+        }
+    }
+
     [[nodiscard]] unsigned blocks() const { return static_cast<unsigned>(gpu_.sm_count); }
 
     std::shared_ptr<const CudaContext> context_;
@@ -192,13 +254,16 @@ private:
 
 }  // namespace
 
-GpuRates measure_rates(const std::shared_ptr<const CudaContext>& context, double seconds) {
+MeasuredRates measure_rates(const std::shared_ptr<const CudaContext>& context, double seconds) {
     const Rates rates(context);
-    return {.mma_flops = rates.mma(seconds * 0.4),
-            .copy_bytes_per_s = rates.copy(seconds * 0.25),
-            .l2_bytes_per_s = rates.l2(seconds * 0.25),
+    return {.mma_flops = rates.mma(seconds * 0.3),
+            .library_flops = rates.library(seconds * 0.3),
+            .copy_bytes_per_s = rates.copy(seconds * 0.15),
+            .l2_bytes_per_s = rates.l2(seconds * 0.15),
             .launch_seconds = rates.launch_seconds(seconds * 0.1)};
 }
+
+MeasuredRates measure_rates_of(int ordinal, double seconds) { return measure_rates(CudaDriver::load()->context(ordinal), seconds); }
 
 double measure_mma_rate(const std::shared_ptr<const CudaContext>& context, double seconds) { return Rates(context).mma(seconds); }
 

@@ -2,6 +2,8 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <fstream>
+
 #include "records/record_store.hpp"
 #include "tests/cli/process.hpp"
 #include "tests/support/gpu.hpp"
@@ -102,6 +104,29 @@ TEST_F(FlceTuneGpu, KernelThatWritesToAnIllegalAddress_FaultedAndTheOthersAreMea
     }
     EXPECT_GT(record.candidates.at(with_scratch(60)).workspace_bytes, 0);
     expect_others_measured(result, record, 2);
+}
+
+TEST_F(FlceTuneGpu, Rates_AreMeasuredAndInTheReport) {
+    FLCE_REQUIRE_GPU();
+    const std::filesystem::path report = records_.path() / "report.json";
+    const auto tune_with = [&](std::vector<std::string> more) {
+        std::vector<std::string> arguments{"tune", "--spec",        kGpuSpec, "--num-tokens",   "256",      "--device",
+                                           "cuda", "--coordinates", "chunk",  "--always-rates", "--report", report.string()};
+        std::ranges::move(more, std::back_inserter(arguments));
+        const ProcessResult result = run_flce(arguments, {.environment = {{"FLCE_RECORDS_DIR", records_.path().string()}}});
+        EXPECT_EQ(result.exit_code, 0) << result.err;
+        std::ifstream file(report);
+        return std::pair(nlohmann::json::parse(file).at("about").at("device"), result.err);
+    };
+    const auto [device, warnings] = tune_with({});
+    for (const char* rate : {"mma_flops", "copy_bytes_per_s", "l2_bytes_per_s", "launch_seconds"}) {
+        EXPECT_GT(device.at(std::string("measured_") + rate).get<double>(), 0) << rate;
+    }
+    EXPECT_EQ(device.at("bandwidth_bytes_per_s"), device.at("measured_copy_bytes_per_s"));
+    EXPECT_EQ(warnings.find("are assumed"), std::string::npos) << warnings;
+    const auto [unmeasured, said] = tune_with(with_faults({"fault-rates@"}));
+    EXPECT_EQ(unmeasured.at("measured_mma_flops"), 0);
+    EXPECT_THAT(said, HasSubstr("are assumed, not measured: ended by signal"));
 }
 
 }  // namespace

@@ -121,6 +121,39 @@ TEST(Planner, Reasons_SayWhatIsMeasuredAndWhatIsGuessed) {
     }
 }
 
+TEST(Planner, MeasuredRates_TakeThePlaceOfAssumedOnes) {
+    const Spec spec = parse_spec("D=4096,V=128256,dtype=bf16");
+    const Device assumed = describe_device("rtx 5090");
+    Device device = assumed;
+    device.gpu.measured = {.mma_flops = 100e12, .library_flops = 50e12, .l2_bytes_per_s = 3e12, .launch_seconds = 5e-6};
+    const auto seconds = [&](const Device& on, PlanPath path) {
+        return estimate_forward(spec, on, path_plans(spec, on, path).front(), 4096).seconds;
+    };
+    const double flops = 2.0 * 4096 * 4096 * 128256;
+    EXPECT_GT(seconds(device, PlanPath::cuda_sm80), flops / 100e12);
+    EXPECT_LT(seconds(device, PlanPath::cuda_sm80), 1.8 * flops / 100e12);
+    EXPECT_GT(seconds(device, PlanPath::cuda_lt), flops / 50e12);
+    EXPECT_LT(seconds(device, PlanPath::cuda_lt), 1.3 * flops / 50e12);
+    Device slow = device;
+    slow.gpu.measured.launch_seconds = 1e-3;
+    EXPECT_GT(seconds(slow, PlanPath::cuda_lt), 1.5 * seconds(device, PlanPath::cuda_lt));
+    Device poor = device;
+    poor.gpu.measured.l2_bytes_per_s = 1e11;
+    EXPECT_GT(seconds(poor, PlanPath::cuda_lt), 1.2 * seconds(device, PlanPath::cuda_lt));
+    EXPECT_TRUE(has_measured_rates(device));
+    EXPECT_FALSE(has_measured_rates(assumed));
+    // Many launches of narrow stretches are worse where a launch is dear: the order of candidates follows the rates.
+    EXPECT_GE(path_plans(spec, slow, PlanPath::cuda_lt).front().cuda.forward.block_n,
+              path_plans(spec, device, PlanPath::cuda_lt).front().cuda.forward.block_n);
+    const auto order = [&](const Device& on) { return path_plans(spec, on, PlanPath::cuda_sm80); };
+    Device quick = device;
+    quick.gpu.measured.mma_flops = 1e18;  // only bytes count
+    EXPECT_NE(order(quick), order(assumed));
+    const std::string line = plan_reasons(spec, device, choose_plan(spec, device)).at(1);
+    EXPECT_NE(line.find("after rates measured on this GPU"), std::string::npos) << line;
+    EXPECT_EQ(parse_device_json(device.json()), device);
+}
+
 TEST(Planner, Reasons_SayWhichPathAndWhyItIsNotTheGpusOwn) {
     const auto said = [](const char* spec, const char* name) {
         const Device device = describe_device(name);

@@ -8,6 +8,11 @@
 
 namespace flce {
 
+double launch_seconds(const Device& device) {
+    constexpr double kHopper = 4e-6;
+    return device.gpu.measured.launch_seconds > 0 ? device.gpu.measured.launch_seconds : kHopper;
+}
+
 GemmCost::GemmCost(const Spec& spec, const Device& device, const Plan& plan)
     : path_(cuda_path(plan.path)), spec_(spec), device_(device), plan_(plan) {
     // fp32: TF32 has half of bf16's rate, and three products make one.
@@ -20,7 +25,7 @@ double GemmCost::seconds(GemmRole role, const GemmTile& tile, const GemmSize& si
     const double tiles = up_div(size.m, tile.block_m) * up_div(size.n, tile.block_n);
     const double depth = up_div(size.k, tile.block_k) * tile.block_k + rate.epilogue_depth;
     const double tile_seconds = 2.0 * tile.block_m * tile.block_n * depth * slots / (rate_ * rate.efficiency);
-    return std::max(up_div(tiles, slots) * tile_seconds, bytes / device_.gpu.bandwidth_bytes_per_s) + kLaunchSeconds;
+    return std::max(up_div(tiles, slots) * tile_seconds, bytes / device_.gpu.bandwidth_bytes_per_s) + launch_seconds(device_);
 }
 
 double GemmCost::logits_bytes(const GemmTile& tile, double num_tokens, double vocab_size) const {
@@ -36,7 +41,7 @@ Cost gpu_forward_cost(const Spec& spec, const Device& device, const Plan& plan, 
     const double v = static_cast<double>(spec.vocab_size);
     Cost cost{.flops = 2.0 * n * v * d,
               .bytes = gemm.logits_bytes(plan.cuda.forward, n, v) + retained * n * v * static_cast<double>(element_bytes(spec.dtype))};
-    cost.seconds = gemm.seconds(forward_role(plan), plan.cuda.forward, {n, v, d}, cost.bytes) + GemmCost::kLaunchSeconds;
+    cost.seconds = gemm.seconds(forward_role(plan), plan.cuda.forward, {n, v, d}, cost.bytes) + launch_seconds(device);
     add_rounding(spec, device, cost);
     return cost;
 }

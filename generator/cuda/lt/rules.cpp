@@ -24,10 +24,11 @@ bool of_logits(GemmRole role) { return role == GemmRole::forward || role == Gemm
 
 constexpr GemmTile kOne{1, 1, 1, 1, 1, 1};
 
-/// Seconds of products by the library, `calls` of them, and of the bytes that kernels between them move.
+/// Seconds of products by the library, `calls` of them, and of the bytes that kernels between them move, most of them in L2.
 double seconds_of(const Device& device, double flops, double efficiency, double calls, double bytes_between) {
-    return flops / (device.gpu.bf16_flops * rate_share(device) * efficiency) + bytes_between / device.gpu.bandwidth_bytes_per_s +
-           calls * GemmCost::kLaunchSeconds;
+    const double l2 = device.gpu.measured.l2_bytes_per_s;
+    return flops / (device.gpu.bf16_flops * rate_share(device) * efficiency) +
+           bytes_between / (l2 > 0 ? l2 : device.gpu.bandwidth_bytes_per_s) + calls * launch_seconds(device);
 }
 
 double efficiency_of(const GemmTile& tile) {
@@ -57,7 +58,9 @@ Reason tile_problem(const Spec& /*spec*/, const Device& /*device*/, GemmRole rol
 std::span<const TileCandidate> tile_candidates(DType /*dtype*/) { return kTiles; }
 
 /// Measured on an H200, where the power limit decides; elsewhere it is assumed that the library loses as much of the dense rate.
-double rate_share(const Device& /*device*/) { return 0.72; }
+double rate_share(const Device& device) {
+    return device.gpu.measured.library_flops > 0 ? device.gpu.measured.library_flops / device.gpu.bf16_flops : 0.72;
+}
 
 TileRate tile_rate(const Spec& /*spec*/, const Device& /*device*/, GemmRole /*role*/, const GemmTile& tile) {
     return {.blocks_per_sm = 1, .efficiency = efficiency_of(tile), .epilogue_depth = 0};

@@ -36,7 +36,7 @@ Cost chunks_cost(const Spec& spec, const Device& device, const Plan& plan, doubl
 double seconds_beside_reduction(const Spec& spec, const Device& device, const Plan& plan, double flops, double bytes) {
     const double efficiency = tile_rate(spec, device, GemmRole::grad_weight, plan.cuda.grad_weight).efficiency;
     const double arithmetic = flops / (device.gpu.bf16_flops * wgmma_share() * efficiency);
-    return std::max(arithmetic, bytes / device.gpu.bandwidth_bytes_per_s) + GemmCost::kLaunchSeconds;
+    return std::max(arithmetic, bytes / device.gpu.bandwidth_bytes_per_s) + launch_seconds(device);
 }
 
 }  // namespace

@@ -11,6 +11,16 @@ namespace flce {
 
 enum class DeviceKind : std::uint8_t { cpu, cuda };
 
+/// Rates that `flce tune` measures on a GPU on which nobody has measured flce, for the cost model.
+struct MeasuredRates {
+    double mma_flops = 0;         ///< operations a second of mma.sync on bf16, operands read from shared memory by ldmatrix
+    double library_flops = 0;     ///< operations a second of a large product in bf16 by cuBLASLt; 0: there is none
+    double copy_bytes_per_s = 0;  ///< bytes read and bytes written, of a copy in device memory
+    double l2_bytes_per_s = 0;    ///< bytes read from the L2 cache
+    double launch_seconds = 0;    ///< from the end of one small kernel to the end of the next one in line
+    friend bool operator==(const MeasuredRates&, const MeasuredRates&) = default;
+};
+
 /// Properties of a GPU that the planner and the generator know. All but arch are defaults of the architecture when the GPU is described by
 /// name.
 struct GpuProperties {
@@ -23,6 +33,7 @@ struct GpuProperties {
     std::int64_t memory_bytes = 0;
     double bandwidth_bytes_per_s = 0;  ///< device memory, for the cost model
     double bf16_flops = 0;             ///< dense tensor-core rate, for the cost model
+    MeasuredRates measured{};          ///< rates of this very GPU, which take the place of assumed ones; 0: not measured
     friend bool operator==(const GpuProperties&, const GpuProperties&) = default;
 };
 
