@@ -1,6 +1,7 @@
 // A layer on a real GPU: its tensors, and a pass over them on any stream.
 #pragma once
 
+#include <cstdlib>
 #include <cstring>
 #include <memory>
 #include <optional>
@@ -9,6 +10,7 @@
 
 #include "flce/buffer.hpp"
 #include "flce/flce.hpp"
+#include "generator/cuda/common/cuda_path.hpp"
 #include "generator/planner.hpp"
 #include "runtime/cuda/cuda_kernel.hpp"
 #include "runtime/cuda/driver.hpp"
@@ -148,11 +150,18 @@ inline constexpr const char* kJoinedLayer = "D=512,V=7001,dtype=bf16";
 inline constexpr const char* kJoinedLayerInParts = "D=512,V=9001,dtype=bf16";  // grad_hidden's sum
 inline constexpr int kJoinedTokens = 600;
 
+/// With the cost model's plan, or that of the path which FLCE_TEST_PATH names, where it has one.
 inline std::shared_ptr<const Kernel> layer_kernel(const char* spec = "D=64,V=1000,dtype=bf16") {
     BuildRequest request;
     request.spec = parse_spec(spec);
     request.device = cuda_devices().at(0);
     request.plan = choose_plan(request.spec, request.device);
+    const char* const wanted = std::getenv("FLCE_TEST_PATH");
+    for (const CudaPath* path : cuda_paths()) {
+        if (wanted == nullptr || path->name != wanted) continue;
+        const std::vector<Plan> plans = path_plans(request.spec, request.device, path->id);
+        if (!plans.empty()) request.plan = plans.front();
+    }
     request.device_ref = kFirstGpu;
     ArtifactCache cache({});
     return make_cuda_kernel(request, cache);

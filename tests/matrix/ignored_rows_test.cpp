@@ -2,10 +2,12 @@
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <array>
 #include <random>
 #include <tuple>
 
+#include "generator/cuda/common/cuda_path.hpp"
 #include "tests/support/kernel_run.hpp"
 #include "tests/support/option_sets.hpp"
 #include "tests/support/targets.hpp"
@@ -139,7 +141,7 @@ TEST_P(IgnoredRows, OneGradientAtATime_WithinBoundsAndSameBits) {
 TEST_P(IgnoredRows, TokensInBlocks_WithinBounds) {
     if (!on_gpu()) GTEST_SKIP() << "the CPU's passes list no rows";
     Plan plan = kernel()->plan();
-    plan.scratch_bytes = 16 << 20;
+    plan.scratch_bytes = std::max<std::int64_t>(16 << 20, cuda_path(plan.path).least_scratch_bytes(spec().normalized(), plan));
     const auto k = kernel(plan.text());
     for (const int percent : {50, 99, 100}) {
         Problem problem = make_problem(k->spec(), {.num_tokens = 9000, .ignored = Ignored::none, .seed = 7});
