@@ -123,8 +123,8 @@ Expr sum_rows(const Spec& spec, const Device& device, const Plan& plan) {
     // Adding parts up is a launch more: not for a sum that is soon done.
     constexpr std::int64_t kLeastVocabulary = 8192;
     if (!has_lists(plan) || spec.vocab_size < kLeastVocabulary || spec.batch_invariant) return n;
-    constexpr std::int64_t kMostBytes = 24 << 20;
-    const std::int64_t most = std::min(kMostBytes, plan.scratch_bytes / 8 * 3) / (4 * spec.hidden_size);
+    constexpr std::int64_t kMostBytes = 40 << 20;
+    const std::int64_t most = std::min(kMostBytes, plan.scratch_bytes / 8 * 5) / (4 * spec.hidden_size);
     const std::int64_t cluster_rows = std::int64_t{kClusterBlocks} * plan.cuda.grad_hidden.block_m;
     const std::int64_t clusters = device.gpu.sm_count / kClusterBlocks;
     const auto tiles_across = [&](const GemmTile& tile) { return multiple_above(spec.hidden_size, tile.block_n) / tile.block_n; };
