@@ -16,12 +16,12 @@ set(internals_of_the_command
   cache/byte_io.hpp cache/cleanup.hpp cache/disk_store.hpp cache/pack_store.hpp cache/private_folder.hpp cache/signature.hpp
   cache/statistics_file.hpp
   records/kernel_version.hpp records/named_records.hpp records/record_store.hpp
-  runtime/cuda/nvrtc.hpp runtime/environment.hpp runtime/explained_call.hpp runtime/first_use.hpp runtime/hf_config.hpp runtime/host/host_code.hpp
-  runtime/json.hpp runtime/kernel_factory.hpp runtime/payload_check.hpp runtime/scratch_steps.hpp runtime/setup_report.hpp
-  runtime/text.hpp runtime/workers/worker_command.hpp runtime/workers/worker_room.hpp
-  autotune/buffer_sets.hpp autotune/compile_candidates.hpp autotune/gemm_floor.hpp autotune/judge.hpp runtime/layer/layer.hpp
-  runtime/layer/number_formats.hpp autotune/output_check.hpp runtime/layer/parallel_blocks.hpp autotune/reference.hpp autotune/tune_json.hpp
-  autotune/tune_worker.hpp autotune/tuner.hpp
+  runtime/cuda/nvrtc.hpp runtime/environment.hpp runtime/explained_call.hpp runtime/first_use.hpp runtime/hf_config.hpp
+  runtime/host/host_code.hpp runtime/json.hpp runtime/kernel_factory.hpp runtime/layer/layer.hpp runtime/layer/number_formats.hpp
+  runtime/layer/parallel_blocks.hpp runtime/payload_check.hpp runtime/scratch_steps.hpp runtime/setup_report.hpp runtime/text.hpp
+  runtime/workers/worker_command.hpp runtime/workers/worker_room.hpp
+  autotune/buffer_sets.hpp autotune/compile_candidates.hpp autotune/gemm_floor.hpp autotune/judge.hpp autotune/output_check.hpp
+  autotune/reference.hpp autotune/tune_json.hpp autotune/tune_worker.hpp autotune/tuner.hpp
   prewarm/requests.hpp prewarm/worker.hpp)
 # Headers that a layer may not include at all: the generator is text in, text out; the cache knows neither CUDA nor LLVM.
 set(forbidden_templates "^llvm/|^cuda\\.h$|^fstream$|^filesystem$|^chrono$|^thread$")
