@@ -29,6 +29,9 @@ void export_entry(const fs::path& folder, const CacheKey& key, const Artifact& a
     write_file(folder / fmt::format("{}.json", key.hex()), as_byte_span(text));
 }
 
+/// Whether an entry says what was seen on this machine's GPU: no other machine shall believe it.
+bool is_outcome(const Artifact& artifact) { return text_at(metadata_of(artifact), "kind") == "check"; }
+
 struct ImportCounts {
     std::int64_t imported = 0;
     std::int64_t present = 0;
@@ -67,6 +70,7 @@ int export_cache(const CacheFlags& flags) {
             fmt::print(stderr, "flce: {}: {}\n", file.path.string(), why);
             continue;
         }
+        if (packs && is_outcome(*found.artifact)) continue;
         ++exported;
         if (packs) {
             contents[file.key] = std::move(found.entry);
@@ -97,7 +101,8 @@ int import_cache(const CacheFlags& flags) {
             for (const StoredFile& file : other.entries()) {
                 std::string why;
                 const Lookup found = other.store().inspect(file.key, why);
-                if (!gone(found)) import_one(local.store(), file.key, found.entry, why, counts);
+                if (!gone(found) && !(found.artifact && is_outcome(*found.artifact)))
+                    import_one(local.store(), file.key, found.entry, why, counts);
             }
             continue;
         }
@@ -105,6 +110,7 @@ int import_cache(const CacheFlags& flags) {
         for (const PackedEntry& packed : pack->index()) {
             std::string why;
             const Lookup found = pack->get(packed.key, why);
+            if (found.artifact && is_outcome(*found.artifact)) continue;
             import_one(local.store(), packed.key, found.entry, why, counts);
         }
     }

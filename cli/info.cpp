@@ -194,34 +194,43 @@ Json check_json(const PathCheck& check) {
             {"name", check.name},
             {"path", check.path},
             {"skipped", null_where_empty(check.skipped)},
-            {"fault", null_where_empty(fault_of(check.differences))},
+            {"fault", null_where_empty(check.fault)},
+            {"other_fault", null_where_empty(check.other_fault)},
             {"differences", differences},
             {"seconds", check.seconds}};
 }
 
 std::string check_line(const PathCheck& check) {
-    if (!check.skipped.empty()) return "nothing to compare: " + first_line(check.skipped);
-    const std::string fault = fault_of(check.differences);
-    return fmt::format("{}, {:.1f} s", fault.empty() ? "agrees with the CPU backend" : "WRONG: " + fault, check.seconds);
+    if (!check.skipped.empty()) return "not compared: " + first_line(check.skipped);
+    if (!check.fault.empty()) return "WRONG: " + first_line(check.fault);
+    const std::string other =
+        check.other_fault.empty() ? "" : fmt::format("; a fault of {} is known: compare that layer", check.other_fault);
+    return fmt::format("agrees with the CPU backend, {:.1f} s{}", check.seconds, other);
 }
 
 /// Compares kernels of every GPU's paths with the CPU backend's.
 int check_first_use(const Spec& spec, bool json) {
-    const std::vector<PathCheck> checks = check_paths(spec, environment(), real_backends());
-    const bool wrong = std::ranges::any_of(checks, [](const PathCheck& check) { return !fault_of(check.differences).empty(); });
+    std::string why;
+    const std::vector<PathCheck> checks = check_paths(spec, environment(), real_backends(), &why);
+    const auto any = [&](const auto& of) { return std::ranges::any_of(checks, of); };
+    const bool wrong = any([](const PathCheck& check) { return !check.fault.empty() || !check.other_fault.empty(); });
+    const bool compared = any([](const PathCheck& check) { return check.skipped.empty(); });
     if (json) {
         Json list = Json::array();
         for (const PathCheck& check : checks) list.push_back(check_json(check));
-        print_json({{"spec", spec.text()}, {"num_tokens", kComparedTokens}, {"checks", list}});
+        print_json({{"spec", spec.text()},
+                    {"num_tokens", kComparedTokens},
+                    {"checks", list},
+                    {"why_no_gpu", checks.empty() ? Json(why) : Json(nullptr)}});
     } else if (checks.empty()) {
-        fmt::print("there is no GPU whose kernels could be compared with the CPU backend's\n");
+        fmt::print("no GPU whose kernels could be compared with the CPU backend's: {}\n", why);
     } else {
         fmt::print("{} over {} random tokens\n", spec.text(), kComparedTokens);
         for (const PathCheck& check : checks) {
             fmt::print("cuda:{:<8} {}, {}: {}\n", check.device.index, check.name, check.path, check_line(check));
         }
     }
-    return wrong ? kFailedCheck : kDone;
+    return wrong ? kFailedCheck : compared ? kDone : kEnvironment;
 }
 
 }  // namespace

@@ -86,6 +86,15 @@ LocalDevice described_cpu(const std::string& name, const Backends& backends) {
 
 }  // namespace
 
+namespace {
+
+std::string compilers_here(bool library) {
+    std::string why;
+    return fmt::format("{} {}", is_here<Nvrtc>(&why) ? Nvrtc::load()->build_id() : "", library ? cublaslt_version() : 0);
+}
+
+}  // namespace
+
 const Backends& real_backends() {
     static const Backends backends{
         .make_cpu = [](const BuildRequest& request, ArtifactCache& cache) { return make_cpu_kernel(request, cache); },
@@ -97,6 +106,7 @@ const Backends& real_backends() {
         .has_nvrtc = is_here<Nvrtc>,
         .has_cublaslt = is_here<CublasLt>,
         .cuda_driver_version = [] { return CudaDriver::load()->version(); },
+        .cuda_compilers = compilers_here,
         .compare = compare_steps,
     };
     return backends;

@@ -28,6 +28,8 @@ struct Backends {
     std::function<bool(std::string* why)> has_nvrtc;
     std::function<bool(std::string* why)> has_cublaslt;
     std::function<int()> cuda_driver_version;
+    /// Builds of the NVRTC that is here, and of the cuBLASLt where `library` asks for that; a part is empty where there is none.
+    std::function<std::string(bool library)> cuda_compilers;
     std::function<std::vector<Difference>(const Kernel& kernel, const Kernel& reference)> compare;
 };
 

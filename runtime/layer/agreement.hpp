@@ -20,8 +20,9 @@ struct Difference {
 };
 
 /// Forward and backward of `kernel` beside those of `reference`, a kernel of an equal Spec, over the same random tokens, some of which are
-/// ignored: with nothing retained, and with exponentials in grad_weight's memory where the kernel can lend it. Throws OutOfMemory naming
-/// the buffer, SpecError for a shard whose weight is padded, and DeviceError.
+/// ignored: with nothing retained, and with exponentials in grad_weight's memory, or in memory of their own where the kernel cannot lend
+/// that. Throws OutOfMemory where either side has no memory for it, SpecError for a shard whose weight is padded and where the reference's
+/// results are not finite, and DeviceError.
 [[nodiscard]] std::vector<Difference> compare_steps(const Kernel& kernel, const Kernel& reference);
 
 /// A sentence that names the output which differs most beyond what is allowed, and by how much; empty where all results agree.

@@ -281,7 +281,7 @@ RandomLayer make_random_layer(const Spec& spec, std::int64_t num_tokens, const R
     const std::uint64_t seed = hash(options.seed) << 4;
     layer.hidden = random_elements("hidden", {num_tokens, spec.hidden_size}, spec.dtype, 1.0, seed + 1);
     const double scale = std::abs(spec.logit_scale) * std::sqrt(static_cast<double>(spec.hidden_size));
-    layer.weight = random_elements("weight", weight_shape(spec), weight_dtype(spec), kRandomLogitDeviation / scale, seed + 2);
+    layer.weight = random_elements("weight", weight_shape(spec), weight_dtype(spec), options.deviation / scale, seed + 2);
     if (spec.bias) layer.bias = random_elements("bias", {spec.vocab_size}, spec.dtype, 0.5 / std::abs(spec.logit_scale), seed + 3);
     if (spec.class_weight) {
         layer.class_weight = random_floats("class_weight", spec.vocab_size, 0.2, seed + 4);

@@ -191,6 +191,23 @@ TEST_F(CacheCommand, Export_ToAFolderOrToAPack) {
     EXPECT_FALSE(fs::exists(folder_ / "a.flcepack"));
 }
 
+TEST_F(CacheCommand, OutcomeOfAFirstUse_IsListedAndTravelsNowhere) {
+    fill();
+    const CacheKey key = KeyBuilder("first use").add("arch", "sm_86").finish();
+    const std::string_view agreed = "agreed";
+    const auto bytes = std::as_bytes(std::span(agreed));
+    DiskStore store(folder_ / "cache");
+    const Artifact outcome{R"({"kind": "check", "arch": "sm_86"})", {bytes.begin(), bytes.end()}};
+    ASSERT_EQ(store.put(key, encode_artifact(key, outcome), Durability::whenever), Kept::yes);
+    EXPECT_EQ(run({"cache", "ls", "--json"}).json().at("entries").size(), 2U);
+    EXPECT_THAT(run({"cache", "ls"}).out, HasSubstr("check sm_86"));
+    EXPECT_EQ(run({"cache", "verify", "--load", "--json"}).json().at("bad").size(), 0U);
+    EXPECT_EQ(run({"cache", "export", "--pack", folder_ / "a.flcepack", "--json"}).json().at("exported"), 1);
+    const std::map<std::string, std::string> other{{"FLCE_CACHE_DIR", folder_ / "other"}};
+    EXPECT_EQ(run({"cache", "import", folder_ / "cache", "--json"}, other).json().at("imported"), 1);
+    EXPECT_EQ(run({"cache", "ls", "--json"}, other).json().at("entries").size(), 1U);
+}
+
 TEST_F(CacheCommand, EntryThatOthersMayWrite_BadAndNeitherExportedNorImported) {
     fill();
     for (const auto& file : fs::recursive_directory_iterator(folder_.path() / "cache" / "artifacts")) {

@@ -336,6 +336,19 @@ TEST(FlceInfo_Json, HasEveryKey) {
     EXPECT_EQ(run_flce({"info"}).exit_code, 0);
 }
 
+TEST(FlceInfo_Check, WithoutAGpu_SaysWhyAndIsNoSuccess) {
+    const std::map<std::string, std::string> none{{"FLCE_LIBCUDA", "/nonexistent/libcuda.so.1"}};
+    const ProcessResult text = run_flce({"info", "--check"}, {.environment = none});
+    EXPECT_EQ(text.exit_code, 3) << text.err;
+    EXPECT_THAT(text.out, HasSubstr("/nonexistent/libcuda.so.1"));
+    const ProcessResult json = run_flce({"info", "--check", "--json", "--spec", "D=64,V=500,dtype=fp16"}, {.environment = none});
+    EXPECT_EQ(json.exit_code, 3);
+    EXPECT_EQ(json.json().at("spec"), "D=64,V=500,dtype=fp16");
+    EXPECT_EQ(json.json().at("checks").size(), 0U);
+    EXPECT_THAT(json.json().at("why_no_gpu").get<std::string>(), HasSubstr("/nonexistent"));
+    EXPECT_EQ(run_flce({"info", "--spec", "D=64,V=500"}).exit_code, 2) << "a layer without a comparison";
+}
+
 TEST(FlceInfo_WithoutNvrtc, SaysWhy) {
     const ProcessResult result = run_flce({"info", "--json"}, {.environment = {{"FLCE_NVRTC", "/nonexistent/libnvrtc.so"}}});
     EXPECT_EQ(result.exit_code, 0) << result.err;

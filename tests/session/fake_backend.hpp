@@ -56,6 +56,7 @@ struct FakeMachine {
     bool cublaslt = true;
     std::string cpu = "x86-64-v3";
     int driver_version = 13000;
+    std::string compilers = "NVRTC 13.0";
     std::atomic<int> compared{0};
     std::function<std::vector<Difference>()> compare;  // differences of a GPU's first kernels; none: they agree
     std::vector<BuildRequest> requests;                // requests of prewarm; single-threaded
@@ -95,6 +96,7 @@ struct FakeMachine {
                         return cublaslt;
                     },
                 .cuda_driver_version = [this] { return driver_version; },
+                .cuda_compilers = [this](bool library) { return compilers + (library ? " library" : ""); },
                 .compare =
                     [this](const Kernel&, const Kernel&) {
                         ++compared;

@@ -63,9 +63,25 @@ TEST_F(FirstUseTest, OncePerCache_ForAllLayersOfADtype) {
     machine_.driver_version = 13010;
     (void)session_on("a100").get_kernel(spec_);
     EXPECT_EQ(machine_.compared, 4) << "another driver";
+    machine_.compilers = "NVRTC 13.1";
+    (void)session_on("a100").get_kernel(spec_);
+    EXPECT_EQ(machine_.compared, 5) << "code of another compiler";
     environment_.path = "cuda_lt";
     (void)session_on("a100").get_kernel(spec_);
-    EXPECT_EQ(machine_.compared, 5) << "another path";
+    EXPECT_EQ(machine_.compared, 6) << "another path";
+}
+
+TEST_F(FirstUseTest, LayersWithOtherKernels_AreComparedThemselves) {
+    Session session = session_on("a100");
+    int compared = 0;
+    for (const char* more : {"", ",layout=hidden_major", ",grad_weight_mode=accumulate", ",whole_vocab_size=100514"}) {
+        (void)session.get_kernel(parse_spec(std::string("D=2048,V=50257,dtype=bf16") + more));
+        EXPECT_EQ(machine_.compared, ++compared) << more;
+    }
+    Session tiny_first = session_on("a100", {.disk_cache = false});
+    (void)tiny_first.get_kernel(parse_spec("D=64,V=500,dtype=bf16"));
+    (void)tiny_first.get_kernel(spec_);
+    EXPECT_EQ(machine_.compared, compared + 2) << "a tiny layer says nothing of others";
 }
 
 TEST_F(FirstUseTest, WithoutADirectory_OncePerSession) {
@@ -88,28 +104,76 @@ TEST_F(FirstUseTest, ManyThreads_CompareOnce) {
 TEST_F(FirstUseTest, ResultsDiffer_NoKernelAndTheWayRound) {
     results_differ();
     const auto names_the_way = ThrowsMessage<DeviceError>(
-        AllOf(HasSubstr("cuda_sm80 are wrong on NVIDIA A100"), HasSubstr("grad_weight: differs from the CPU backend's by 0.3"),
-              HasSubstr("FLCE_PATH=cuda_lt or device=\"cpu\""), HasSubstr("flce info --check"), Not(HasSubstr("FLCE_PATH=cuda_sm90a"))));
+        AllOf(HasSubstr("kernels of cuda_sm80 on NVIDIA A100 (sm_80)"), HasSubstr("are wrong over 64 random tokens"),
+              HasSubstr("grad_weight: differs from the CPU backend's by 0.3"), HasSubstr("FLCE_PATH=cuda_lt or device=\"cpu\""),
+              HasSubstr("flce info --check --spec D=2048,V=50257"), Not(HasSubstr("FLCE_PATH=cuda_sm90a"))));
     EXPECT_THAT([&] { (void)session_on("a100").get_kernel(spec_); }, names_the_way);
     machine_.compare = nullptr;
-    EXPECT_THAT([&] { (void)session_on("a100").get_kernel(other_); }, names_the_way) << "the outcome is kept";
+    EXPECT_THROW((void)session_on("a100").get_kernel(other_), DeviceError) << "the outcome is kept";
     EXPECT_EQ(machine_.compared, 1);
     environment_.path = "cuda_lt";
     EXPECT_NO_THROW((void)session_on("a100").get_kernel(spec_)) << "the way round";
 }
 
-TEST_F(FirstUseTest, ComparedByHand_ReplacesTheOutcome) {
+TEST_F(FirstUseTest, LibraryThatIsNotHere_IsNoWayRound) {
     results_differ();
-    Session session = session_on("a100");
-    EXPECT_THROW((void)session.get_kernel(spec_), DeviceError);
+    machine_.cublaslt = false;
+    EXPECT_THAT([&] { (void)session_on("a100").get_kernel(spec_); },
+                ThrowsMessage<DeviceError>(AllOf(HasSubstr("(device=\"cpu\")"), Not(HasSubstr("cuda_lt")))));
+}
+
+TEST_F(FirstUseTest, KernelThatTheDriverRefuses_NamesThePathAndTheWayRoundAndKeepsNothing) {
+    machine_.compare = []() -> std::vector<Difference> { throw DeviceError("cuLaunchKernel failed: 715", "cuLaunchKernel", 715); };
+    EXPECT_THAT([&] { (void)session_on("a100").get_kernel(spec_); },
+                ThrowsMessage<DeviceError>(
+                    AllOf(HasSubstr("kernels of cuda_sm80"), HasSubstr("cuLaunchKernel failed: 715"), HasSubstr("FLCE_PATH=cuda_lt"))));
+    machine_.compare = nullptr;
+    EXPECT_NO_THROW((void)session_on("a100").get_kernel(spec_));
+    EXPECT_EQ(machine_.compared, 2);
+}
+
+TEST_F(FirstUseTest, ComparedByHand_AFaultStaysUntilItsOwnLayerAgrees) {
+    results_differ();
+    EXPECT_THROW((void)session_on("a100").get_kernel(spec_), DeviceError);
     machine_.compare = nullptr;
     environment_.cache_dir = directory_.path();
-    const std::vector<PathCheck> checks = check_paths(other_, environment_, machine_.backends());
+    std::string why;
+    std::vector<PathCheck> checks = check_paths(other_, environment_, machine_.backends(), &why);
     ASSERT_EQ(checks.size(), 3U);
     EXPECT_EQ(checks[0].path, "cuda_sm80");
-    EXPECT_EQ(checks[0].skipped, "");
+    EXPECT_EQ(checks[0].skipped + checks[0].fault, "");
+    EXPECT_EQ(checks[0].other_fault, spec_.normalized().text());
     EXPECT_THAT(checks[1].skipped + checks[2].skipped, HasSubstr("cuda_sm90a")) << "a path that cannot run there";
+    EXPECT_THROW((void)session_on("a100").get_kernel(spec_), DeviceError);
+    checks = check_paths(spec_, environment_, machine_.backends(), &why);
+    EXPECT_EQ(checks[0].fault + checks[0].other_fault, "");
     EXPECT_NO_THROW((void)session_on("a100").get_kernel(spec_));
+}
+
+TEST_F(FirstUseTest, ComparedByHandOnTwoGpus_TheIllOneCounts) {
+    for (const int ill : {0, 1}) {
+        TemporaryDirectory directory;
+        environment_.cache_dir = directory.path();
+        machine_.gpus = {describe_device("a100"), describe_device("a100")};
+        int call = 0;
+        machine_.compare = [&call, ill] {  // each GPU has two paths
+            const bool is_ill = call++ / 2 == ill;
+            return std::vector<Difference>{{"loss", is_ill ? 1.0 : 0.0, 1e-5}};
+        };
+        std::string why;
+        const auto checks = check_paths(spec_, environment_, machine_.backends(), &why);
+        ASSERT_EQ(checks.size(), 6U);
+        EXPECT_NE(checks[static_cast<std::size_t>(3 * ill)].fault, "");
+        EXPECT_EQ(checks[static_cast<std::size_t>(3 - 3 * ill)].fault, "");
+        machine_.compare = nullptr;
+        EXPECT_THROW((void)session_on("a100", {.cache_dir = directory.path()}).get_kernel(spec_), DeviceError) << ill;
+    }
+}
+
+TEST_F(FirstUseTest, ComparedByHandWithoutAGpu_SaysWhy) {
+    std::string why;
+    EXPECT_TRUE(check_paths(spec_, environment_, machine_.backends(), &why).empty());
+    EXPECT_EQ(why, "there is no driver");
 }
 
 TEST_F(FirstUseTest, NamedPlan_IsNotCompared) {
