@@ -35,7 +35,11 @@ public:
 
     SearchResult run() {
         SearchResult result;
-        const std::vector<Plan> seeds = seed_plans(spec_, device_, options_.request, options_.seeds, options_.library_version);
+        std::vector<Plan> seeds = seed_plans(spec_, device_, options_.request, options_.seeds, options_.library_version);
+        if (options_.default_plan) {
+            std::erase(seeds, *options_.default_plan);
+            seeds.insert(seeds.begin(), *options_.default_plan);
+        }
         result.default_plan = seeds.front().text();
         try {
             explore(seeds);

@@ -51,7 +51,9 @@ public:
 struct SearchOptions {
     std::string run;  ///< id of this run, under which its times are kept
     PlanRequest request;
-    std::vector<Plan> extra;        ///< candidates of the user's, measured before all others
+    std::vector<Plan> extra;  ///< candidates of the user's, measured before all others
+    /// Plan that a session without records takes, where it is another than the first by rates that the search's device has alone.
+    std::optional<Plan> default_plan{};
     int library_version = 0;        ///< seed_plans'
     std::size_t seeds = 3;          ///< first candidates of the favourite path and strategy, beside one of each other
     std::vector<std::string> only;  ///< names of the coordinates to vary; empty: all

@@ -171,6 +171,10 @@ Tuned Tuner::tune(const Spec& spec, std::int64_t num_tokens) {
                                  .library_version = device.kind == DeviceKind::cuda ? cublaslt_version() : 0,
                                  .only = options_.coordinates,
                                  .exhaustive = options_.exhaustive};
+    if (device.gpu.measured.mma_flops > 0) {  // sessions know no measured rates
+        search_options.default_plan =
+            seed_plans(spec, session_.device(), search_options.request, 1, search_options.library_version).front();
+    }
     for (const Plan& plan : options_.plans) {
         if (const auto reason = illegal_reason(spec, device, plan)) throw PlanError(fmt::format("plan \"{}\": {}", plan.text(), *reason));
     }

@@ -103,6 +103,20 @@ TEST_F(SearchTest, Noise_DefaultStaysWhereNothingIsBetter) {
     EXPECT_EQ(result.best_plan, result.default_plan);
 }
 
+// A device with rates of its own begins elsewhere; what it is compared with is what sessions take.
+TEST_F(SearchTest, DefaultThatIsGiven_IsMeasuredAndTheOneThatIsComparedWith) {
+    const Plan own = choose_plan(tuned_spec(), h100());
+    Plan other = own;
+    other.cuda.raster = own.cuda.raster == 16 ? 4 : 16;
+    options_.default_plan = other;
+    device_.ms = [&](const Plan& plan) { return plan == own ? 9.0 : 10.0; };
+    const SearchResult result = run();
+    EXPECT_EQ(result.default_plan, other.text());
+    EXPECT_EQ(device_.order.front(), other.text());
+    EXPECT_EQ(result.best_plan, own.text());
+    EXPECT_GT(record_.candidates.at(other.text()).sample_count(), 0U);
+}
+
 TEST_F(SearchTest, WrongFaultingAndHangingCandidates_RecordedAndNeverBest) {
     // Whatever is quicker than the default is broken in one of four ways.
     device_.ms = rugged;
