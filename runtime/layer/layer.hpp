@@ -104,7 +104,7 @@ struct RandomLayer {
 struct RandomOptions {
     std::uint64_t seed = 0;
     std::int64_t ignore_index = -100;
-    double ignored = 0.0;   ///< fraction of the rows
+    double ignored = 0.0;                      ///< fraction of the rows
     double deviation = kRandomLogitDeviation;  ///< standard deviation of logits, before a softcap
     bool upstream = false;  ///< gradients for every output that the spec offers, and for each token's loss with reduction none
     Reduction reduction = Reduction::mean;
