@@ -21,7 +21,7 @@ namespace flce {
 [[nodiscard]] bool ships_records_for(std::string_view arch);
 
 /// Outcomes of checks. A family of kernels is what shares one: architecture, product, driver, compilers, path, strategy, dtype, layout, how
-/// grad_weight is written, shards, and whether the layer is a tiny one. Outcomes lie in the local directory of a cache, in no pack and in no
+/// grad_weight is written, shards, and whether the layer is a tiny one. Outcomes lie in the local directory of a cache, in no pack and no
 /// remote store. Without a directory they are this object's alone. Thread-safe.
 class FirstUse {
 public:
@@ -54,8 +54,8 @@ struct PathCheck {
     DeviceRef device;
     std::string name;           ///< the GPU's
     std::string path;           ///< "cuda_sm80"
-    std::string skipped;        ///< why nothing was compared; empty: it was
-    std::string fault;          ///< what differs, or which call the driver refused; empty: results agree
+    std::string skipped;        ///< reason why nothing was compared; empty: it was
+    std::string fault;          ///< output that differs, or call that the driver refused; empty: results agree
     std::string other_fault{};  ///< a layer of which a fault is known and stays
     std::vector<Difference> differences{};
     double seconds = 0;
