@@ -42,6 +42,9 @@ NvrtcReport find_nvrtc() {
     }
 }
 
+/// "13.1.0" of 130100.
+std::string version_text(int version) { return fmt::format("{}.{}.{}", version / 10000, version % 10000 / 100, version % 100); }
+
 struct Info {
     SetupReport setup = report_setup();  // first: the others read the environment, too
     Device cpu = native_cpu();
@@ -49,6 +52,8 @@ struct Info {
     std::vector<Device> gpus = cuda_devices(&why_no_gpu);
     std::optional<int> driver = driver_version();
     NvrtcReport nvrtc = find_nvrtc();
+    std::string why_no_cublaslt;
+    std::string cublaslt = real_backends().has_cublaslt(&why_no_cublaslt) ? version_text(cublaslt_version()) : "";
 };
 
 Json null_where_empty(const std::string& text) { return text.empty() ? Json(nullptr) : Json(text); }
@@ -113,6 +118,7 @@ void report_json(const Info& info) {
                 {"cuda_driver", info.driver ? Json(fmt::format("{}.{}", *info.driver / 1000, *info.driver % 1000 / 10)) : Json(nullptr)},
                 {"why_no_gpu", info.gpus.empty() ? Json(info.why_no_gpu) : Json(nullptr)},
                 {"nvrtc", nvrtc},
+                {"cublaslt", {{"version", null_where_empty(info.cublaslt)}, {"why", null_where_empty(info.why_no_cublaslt)}}},
                 {"llvm", llvm_version()},
                 {"kernel_versions", {{"cuda", kernel_version(DeviceKind::cuda)}, {"cpu", kernel_version(DeviceKind::cpu)}}},
                 {"cache", cache_json(info.setup)},
@@ -169,6 +175,7 @@ void report_text(const Info& info) {
     } else {
         fmt::print("NVRTC         none: {}\n", info.nvrtc.why);
     }
+    fmt::print("cuBLASLt      {}\n", info.cublaslt.empty() ? "none: " + first_line(info.why_no_cublaslt) : info.cublaslt);
     fmt::print("LLVM          {}\n", llvm_version());
     fmt::print("kernels       {} (CUDA), {} (CPU)\n", kernel_version(DeviceKind::cuda), kernel_version(DeviceKind::cpu));
     print_cache(info.setup);

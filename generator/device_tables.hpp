@@ -79,7 +79,7 @@ inline constexpr std::array kGpuProducts = {
     GpuProduct{"NVIDIA Thor", "sm_110a", 20, 32, 128, 273, 258},  // the driver's name for it
     GpuProduct{"NVIDIA GeForce RTX 5080", "sm_120", 84, 64, 16, 960, 113},
     GpuProduct{"NVIDIA GeForce RTX 5090", "sm_120", 170, 96, 32, 1792, 210},
-    GpuProduct{"NVIDIA RTX PRO 6000 Blackwell", "sm_120", 188, 128, 96, 1792, 500},
+    GpuProduct{"NVIDIA RTX PRO 6000", "sm_120", 188, 128, 96, 1792, 500},
     GpuProduct{"NVIDIA GB10", "sm_121", 48, 24, 128, 273, 125},
     GpuProduct{"NVIDIA DGX Spark", "sm_121", 48, 24, 128, 273, 125},  // the machine that has a GB10
 };

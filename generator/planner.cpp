@@ -229,7 +229,7 @@ Search search_plans(const Spec& spec, const Device& device, const PlanRequest& r
 }
 
 /// The plan's path, and why it is not the GPU's own.
-std::string path_line(const Spec& spec, const Device& device, const CudaPath& path) {
+std::string path_line(const Spec& spec, const Device& device, const CudaPath& path, const PlanRequest& request) {
     const std::string name = fmt::format("{}: kernels of {}", path.name, path.instruction);
     if (path.is_own_of(device)) return fmt::format("{}, made for {}", name, device.gpu.arch);
     for (const CudaPath* own : cuda_paths()) {
@@ -238,6 +238,8 @@ std::string path_line(const Spec& spec, const Device& device, const CudaPath& pa
         std::string other = problem.value_or(fmt::format("{} is made for {}", own->name, device.gpu.arch));
         if (!problem && !own->is_preferred(spec, device)) {
             other += fmt::format(", for layers of {} hidden dimensions and more", own->least_hidden_size);
+        } else if (!problem && path_plans(spec, device, own->id, request).empty()) {
+            other += fmt::format(", and has no plan in {} bytes of scratch", request.scratch_bytes);
         }
         return fmt::format("{}, for every GPU; {}", name, other);
     }
@@ -393,7 +395,7 @@ std::vector<std::string> plan_reasons(const Spec& any_spec, const Device& device
     const Search search = search_plans(spec, device, request);
     std::vector<std::string> lines;
     if (device.kind == DeviceKind::cuda) {
-        lines.push_back(path_line(spec, device, cuda_path(plan.path)));
+        lines.push_back(path_line(spec, device, cuda_path(plan.path), request));
         lines.push_back(gpu_line(device, cuda_path(plan.path)));
     } else {
         lines.push_back(fmt::format("{}: vectors of {} bits{}{}, {} cores", device.cpu.cpu, device.cpu.vector_bits,
@@ -401,7 +403,8 @@ std::vector<std::string> plan_reasons(const Spec& any_spec, const Device& device
     }
     const auto rank = std::ranges::find(search.plans, plan) - search.plans.begin();
     if (rank == std::ssize(search.plans)) {
-        lines.push_back(fmt::format("plan given from outside; the planner has {} candidates of its own", search.plans.size()));
+        lines.push_back(
+            fmt::format("plan that the planner does not consider unasked; it has {} candidates of its own", search.plans.size()));
     } else {
         lines.push_back(fmt::format("number {} of {} legal candidates by expected time at {} and {} tokens", rank + 1, search.plans.size(),
                                     kReferenceTokens.front(), kReferenceTokens.back()));

@@ -124,7 +124,9 @@ PlanAnswer measured_or_modelled(const PlanQuery& query, RecordStore& records) {
         }
     }
     answer.plan = modelled(query);
-    answer.source = answer.passed_over.empty() ? "the cost model's first choice: there is no record of measurements"
+    const std::string of_path =
+        query.path && query.device.kind == DeviceKind::cuda ? fmt::format(" of {} (FLCE_PATH)", to_string(*query.path)) : "";
+    answer.source = answer.passed_over.empty() ? "the cost model's first choice" + of_path + ": there is no record of measurements"
                                                : "the cost model's first choice: no plan that was measured fits this call's memory";
     return answer;
 }

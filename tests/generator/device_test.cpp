@@ -73,7 +73,7 @@ TEST(Device, ProductNames_AreFoundAsDriversAndPeopleWriteThem) {
         {"RTX-5090", "NVIDIA GeForce RTX 5090"},
         {"L40", "NVIDIA L40"},
         {"L40S", "NVIDIA L40S"},
-        {"NVIDIA RTX PRO 6000 Blackwell Server Edition", "NVIDIA RTX PRO 6000 Blackwell"},
+        {"NVIDIA RTX PRO 6000 Blackwell Server Edition", "NVIDIA RTX PRO 6000"},
         {"NVIDIA RTX 6000 Ada Generation", "NVIDIA RTX 6000 Ada"},
         {"NVIDIA GH200 480GB", "NVIDIA GH200"},
         {"B200", "NVIDIA B200"},

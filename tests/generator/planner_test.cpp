@@ -345,7 +345,7 @@ TEST(Planner, Reasons_SayWhatWasRefused) {
     EXPECT_THAT(lines, testing::Contains(testing::AllOf(HasSubstr("refused forward=128x256x64x3/2x4"), HasSubstr("shared memory"))));
     Plan own = plan;
     own.cuda.raster = 7;
-    EXPECT_THAT(plan_reasons(spec, device, own), testing::Contains(HasSubstr("given from outside")));
+    EXPECT_THAT(plan_reasons(spec, device, own), testing::Contains(HasSubstr("does not consider unasked")));
 }
 
 TEST(CostModel, CountsOperations) {
