@@ -6,7 +6,6 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,32 +19,25 @@ from flce.engine._packed import KVCache, PackedBatch
 
 #: the function's name among those of transformers, and that of the keyword argument by which it is given the sequences
 NAME = "flce_packed"
+# All but cuDNN's, which makes a plan for every new length of a sequence (docs/experiments/2026-11-24.md has the cost).
+_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
-@dataclass(frozen=True, eq=False)
 class Sequences:
     """Facts about one pass through a stage that attention needs. first_layer: the number of the stage's first layer.
 
     Where there is a cache: past, the tokens [B] int64 that it has of each sequence; for each of the T new tokens the number of its
     sequence and its row among the sequence's new ones, [T] int64; and masks by window, which all layers share."""
 
-    batch: PackedBatch
-    first_layer: int
-    past: Tensor
-    ids: Tensor
-    rows: Tensor
-    masks: dict[int | None, Tensor]
-
-    @staticmethod
-    def of(batch: PackedBatch, first_layer: int) -> Sequences:
-        device = batch.cu_seqlens.device
-        none = torch.empty(0, dtype=torch.int64, device=device)
-        if batch.cache is None:
-            return Sequences(batch, first_layer, none, none, none, {})
-        starts = batch.cu_seqlens.long()
-        ids = torch.arange(len(batch.lengths), device=device).repeat_interleave(starts.diff(), output_size=batch.num_tokens)
-        rows = torch.arange(batch.num_tokens, device=device) - starts[ids]
-        return Sequences(batch, first_layer, torch.tensor(batch.cache.lengths, device=device), ids, rows, {})
+    def __init__(self, batch: PackedBatch, first_layer: int) -> None:
+        self.batch, self.first_layer = batch, first_layer
+        self.masks: dict[int | None, Tensor] = {}
+        if batch.cache is not None:
+            starts = batch.cu_seqlens.long()
+            self.past = torch.tensor(batch.cache.lengths, device=starts.device)
+            numbers = torch.arange(len(batch.lengths), device=starts.device)
+            self.ids = numbers.repeat_interleave(starts.diff(), output_size=batch.num_tokens)
+            self.rows = torch.arange(batch.num_tokens, device=starts.device) - starts[self.ids]
 
     def seen(self, cache: KVCache, window: int | None) -> tuple[slice, Tensor]:
         """The places of the cache that any new token sees, and which of them each one sees: [B, M, N] bool, M the most new tokens of a
@@ -106,8 +98,7 @@ def attend(
     if batch.cache is None:
         return _packed(query, key, value, batch, maths), None
     layer: int = module.layer_idx - flce_packed.first_layer  # type: ignore[operator, assignment]
-    places = flce_packed.past[flce_packed.ids] + flce_packed.rows
-    batch.cache.write(layer, flce_packed.ids, places, key[0].transpose(0, 1), value[0].transpose(0, 1))
+    batch.cache.write(layer, flce_packed.ids, batch.position_ids, key[0].transpose(0, 1), value[0].transpose(0, 1))
     if not any(batch.cache.lengths):
         return _packed(query, key, value, batch, maths), None
     return _cached(query, flce_packed, batch.cache, layer, maths), None
@@ -135,26 +126,17 @@ def _window(length: int, window: int | None, device: torch.device) -> Tensor | N
     return (j <= i) & (j > i - window)
 
 
-def _without_plans(device: torch.device) -> AbstractContextManager[Any]:
-    """Attention without cuDNN, which makes a plan for every new length of a sequence (docs/experiments/2026-11-24.md has the cost)."""
-    if device.type != "cuda":
-        return nullcontext()
-    return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
-
-
 def _dense(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, maths: Maths) -> Tensor:
     """[B, Hq, M, d] of query [B, Hq, M, d], key and value [B, H, N, d]. mask, bool: [M, N] or one that broadcasts with [B, 1, M, N]; None
     is the causal one."""
     groups = query.shape[1] // key.shape[1]
+    if groups > 1 and (maths.softcap is not None or (query.is_cuda and mask is not None)):  # no kernel but cuDNN's takes groups and a mask
+        key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
     if maths.softcap is None:
-        if query.is_cuda and mask is not None and groups > 1:  # no kernel but cuDNN's takes both
-            key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
-        with _without_plans(query.device):
+        with sdpa_kernel(_BACKENDS):
             return F.scaled_dot_product_attention(
                 query, key, value, mask, maths.dropout, mask is None, scale=maths.scale, enable_gqa=query.shape[1] != key.shape[1]
             )
-    if groups > 1:
-        key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
     scores = (query @ key.transpose(2, 3)) * maths.scale
     scores = torch.tanh(scores / maths.softcap) * maths.softcap
     if mask is None:
@@ -178,10 +160,7 @@ def _cached(query: Tensor, sequences: Sequences, cache: KVCache, layer: int, mat
     return attended[sequences.ids, sequences.rows].unsqueeze(0).to(query.dtype)
 
 
-_Varlen = Callable[[Tensor, Tensor, Tensor, PackedBatch, Maths], Tensor]
-
-
-def _varlen_kernel(query: Tensor, maths: Maths) -> _Varlen | None:
+def _varlen_kernel(query: Tensor, maths: Maths) -> Callable[..., Tensor] | None:
     """A kernel for packed sequences that can do this, if there is one here."""
     if not query.is_cuda or query.dtype not in (torch.float16, torch.bfloat16):
         return None
@@ -222,15 +201,10 @@ def _without_groups(attention: Any, query: Tensor, key: Tensor, value: Tensor, *
     return attention(query, key, value, *more, **options)
 
 
-def _varlen(query: Tensor, key: Tensor, value: Tensor, batch: PackedBatch) -> tuple[Any, ...]:
-    """First arguments of both attentions over packed sequences: queries and keys lie in the same sequences."""
-    return query, key, value, batch.cu_seqlens, batch.cu_seqlens, batch.max_length, batch.max_length
-
-
 def _flash(query: Tensor, key: Tensor, value: Tensor, batch: PackedBatch, maths: Maths) -> Tensor:
     window = (-1, -1) if maths.window is None else (maths.window - 1, 0)
     attended: Tensor = _flash_attn()(
-        *_varlen(query, key, value, batch),
+        *(query, key, value, batch.cu_seqlens, batch.cu_seqlens, batch.max_length, batch.max_length),
         dropout_p=maths.dropout,
         softmax_scale=maths.scale,
         causal=True,
@@ -244,7 +218,7 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, batch: PackedBatch, maths:
 def _torch(query: Tensor, key: Tensor, value: Tensor, batch: PackedBatch, maths: Maths) -> Tensor:
     window = (-1, 0) if maths.window is None else (maths.window - 1, 0)
     attended: Tensor = _torch_varlen()(
-        *_varlen(query, key, value, batch),
+        *(query, key, value, batch.cu_seqlens, batch.cu_seqlens, batch.max_length, batch.max_length),
         scale=maths.scale,
         window_size=window,
         enable_gqa=query.shape[1] != key.shape[1],

@@ -96,7 +96,7 @@ class CausalLMStage(Stage):
         """
         self._check(x, batch)
         hidden = (self._embedded(x, batch) if self.is_first else x).unsqueeze(0)
-        sequences = _attention.Sequences.of(batch, self.plan.starts[self.stage])
+        sequences = _attention.Sequences(batch, self.plan.starts[self.stage])
         keywords: dict[str, Any] = {"attention_mask": None, "flce_packed": sequences}
         if self._rotary is not None:
             keywords["position_embeddings"] = self._rotary(hidden, batch.position_ids.unsqueeze(0))
