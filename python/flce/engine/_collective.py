@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from flce.engine._replacement import Replacement, partial
-from flce.errors import CheckpointError
+from flce.engine._replacement import partial, replacement
+from flce.errors import CheckpointError, PipelineError
 
 T = TypeVar("T")
 Group = dist.ProcessGroup | None
@@ -35,9 +35,15 @@ def gather(group: Group, value: T) -> list[T]:
     return values
 
 
-def agree(groups: Sequence[Group], error: BaseException | None, kind: Callable[[str, Any], Exception]) -> None:
-    """Raises this rank's error, or one of `kind` where another rank has one, on every rank of the groups: a grid's rows and then its
-    columns reach all of it."""
+def step(groups: Sequence[Group], action: Callable[[], T], kind: type[CheckpointError] | type[PipelineError] = CheckpointError) -> T:
+    """Returns the result of `action`, once it has succeeded on every rank of the groups: a grid's rows and then its columns reach all of
+    it. Its error on one rank is raised on all, as one of `kind` on the others."""
+    error: Exception | None = None
+    result: Any = None
+    try:
+        result = action()
+    except Exception as raised:
+        error = raised
     message = None if error is None else f"{type(error).__name__}: {error}"
     stage = getattr(error, "stage", None)
     for group in groups:
@@ -48,23 +54,8 @@ def agree(groups: Sequence[Group], error: BaseException | None, kind: Callable[[
     if error is not None:
         raise error
     if message is not None:
-        raise kind(f"nothing was done, as another rank failed: {message}", stage)
-
-
-def _checkpoint_error(message: str, stage: Any) -> CheckpointError:
-    return CheckpointError(message)
-
-
-def step(groups: Sequence[Group], action: Callable[[], T], kind: Callable[[str, Any], Exception] = _checkpoint_error) -> T:
-    """Returns the result of `action`, once it has succeeded on every rank of the groups. Its error on one of them is raised on all,
-    as one of `kind` on the others."""
-    error: BaseException | None = None
-    result: Any = None
-    try:
-        result = action()
-    except Exception as raised:
-        error = raised
-    agree(groups, error, kind)
+        said = f"nothing was done, as another rank failed: {message}"
+        raise PipelineError(said, stage) if kind is PipelineError else kind(said)
     return result  # type: ignore[no-any-return]
 
 
@@ -80,7 +71,7 @@ def write_together(
     of one rank is raised on all, and nothing is left."""
     with contextlib.ExitStack() as stack:
         first = not any(rank_of(group) for group in groups)
-        made = step(groups, lambda: stack.enter_context(Replacement(target, overwrite=overwrite)) if first else None)
+        step(groups, lambda: stack.enter_context(replacement(target, overwrite=overwrite)) if first else None)
         folder = partial(Path(os.path.realpath(target)))
 
         def write_own() -> None:
@@ -91,9 +82,9 @@ def write_together(
                 raise CheckpointError(f"{folder} was not written: {error}{where}") from error
 
         def commit() -> None:
-            if made is not None:
+            if first:
                 finish(folder)
-                made.commit()
+                stack.close()
 
         step(groups, write_own)
         step(groups, commit)

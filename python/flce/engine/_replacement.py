@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 
 from flce.errors import ArgumentError, CheckpointError
 
@@ -14,7 +16,7 @@ MARKS = ("model.safetensors", "model.safetensors.index.json", "flce-state.json")
 
 
 def partial(target: Path) -> Path:
-    """The folder in which the one that is to take `target`'s place is written."""
+    """Where the folder or file that is to take `target`'s place is written."""
     return target.parent / f".{target.name}.flce-partial"
 
 
@@ -28,79 +30,73 @@ def _old(target: Path) -> Path:
     return target.parent / f".{target.name}.flce-old"
 
 
-class Replacement:
-    """A folder that takes another's place whole. Files are written into `folder`, a sibling of `target` whose name begins with a dot;
-    `commit` renames `target` away, and `folder` to `target`. Leaving the `with` block without `commit` removes it. The remains of a killed
-    process are removed by the next one for the same target, but for a target that was renamed away, which gets its name back and is found
-    by `present` before. Two processes that write one target at a time are told apart by a lock, and the second one gets a CheckpointError.
+@contextlib.contextmanager
+def replacement(target: str | os.PathLike[str], *, overwrite: bool = False) -> Iterator[Path]:
+    """A folder that takes another's place whole. The `with` block writes files, which have to be on the disk at its end, into the folder
+    that it is given, a sibling of `target` whose name begins with a dot. Its end renames `target` away, and the folder to `target`; an
+    error removes the folder. The remains of a killed process are removed by the next one for the same target, but for a target that was
+    renamed away, which gets its name back and is found by `present` before. Two processes that write one target at a time are told apart
+    by a lock, and the second one gets a CheckpointError.
 
-    ArgumentError: a target that exists and is not empty, unless `overwrite` is set and it is a checkpoint. It stays as it is until
-    `commit`.
+    ArgumentError: a target that exists and is not empty, unless `overwrite` is set and it is a checkpoint.
     """
-
-    def __init__(self, target: str | os.PathLike[str], *, overwrite: bool = False):
-        self.target = Path(os.path.realpath(target))
-        self.folder = partial(self.target)
-        self._overwrite = overwrite
-        self._old = _old(self.target)
-        self._lock: int | None = None
-        check_target(self.target, overwrite=overwrite)
-
-    def __enter__(self) -> Replacement:
+    real = Path(os.path.realpath(target))
+    folder, old = partial(real), _old(real)
+    check_target(real, overwrite=overwrite)
+    lock: int | None = None
+    try:
         try:
-            self.target.parent.mkdir(parents=True, exist_ok=True)
-            self._take()
+            real.parent.mkdir(parents=True, exist_ok=True)
+            lock = _locked(folder, real)
+            if present(real) != real:
+                os.rename(old, real)
+                check_target(real, overwrite=overwrite)
+            shutil.rmtree(old, ignore_errors=True)
+            for left in folder.iterdir():
+                shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
         except OSError as error:
-            self.__exit__(None, None, None)
-            raise CheckpointError(f"{self.folder} cannot be written: {error.strerror or error}") from error
-        except ArgumentError:
-            self.__exit__(None, None, None)
-            raise
-        return self
+            raise CheckpointError(f"{folder} cannot be written: {error.strerror or error}") from error
+        yield folder
+        _commit(folder, real, overwrite)
+    except BaseException:
+        if lock is not None:
+            if present(real) != real:
+                os.rename(old, real)
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+    finally:
+        if lock is not None:
+            os.close(lock)
 
-    def _take(self) -> None:
-        """Locks the folder, which is made where it does not exist, and empties it."""
-        while True:
-            self.folder.mkdir(exist_ok=True)
-            self._lock = os.open(self.folder, os.O_RDONLY)
-            if not try_lock(self._lock):
-                self._unlock()
-                raise CheckpointError(f"another process is writing {self.target}: it holds {self.folder}")
-            if self.folder.exists() and os.path.samestat(os.fstat(self._lock), os.stat(self.folder)):
-                break
-            self._unlock()  # its last owner renamed or removed it in between
-        if present(self.target) != self.target:
-            os.rename(self._old, self.target)
-            check_target(self.target, overwrite=self._overwrite)
-        shutil.rmtree(self._old, ignore_errors=True)
-        for left in self.folder.iterdir():
-            shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
 
-    def commit(self) -> None:
-        """Gives the folder its name. An older one is gone afterwards. Every file in it has to be on the disk already."""
-        sync_folder(self.folder)
-        check_target(self.target, overwrite=self._overwrite)
+def _locked(folder: Path, target: Path) -> int:
+    """Makes the folder where it does not exist, and locks it. Returns the lock's descriptor."""
+    while True:
+        folder.mkdir(exist_ok=True)
+        lock = os.open(folder, os.O_RDONLY)
         try:
-            if self.target.is_dir() and any(self.target.iterdir()):
-                os.rename(self.target, self._old)
-            os.rename(self.folder, self.target)
-        except OSError as error:
-            raise CheckpointError(f"{self.target} cannot be made of {self.folder}: {error.strerror or error}") from error
-        sync_folder(self.target.parent)
-        shutil.rmtree(self._old, ignore_errors=True)
-        self._unlock()
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(lock)
+            raise CheckpointError(f"another process is writing {target}: it holds {folder}") from error
+        except OSError:  # a file system without locks: processes have to keep off each other's targets
+            pass
+        if folder.exists() and os.path.samestat(os.fstat(lock), os.stat(folder)):
+            return lock
+        os.close(lock)  # its last owner renamed or removed it in between
 
-    def _unlock(self) -> None:
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._lock is not None:  # not committed
-            if present(self.target) != self.target:
-                os.rename(self._old, self.target)
-            shutil.rmtree(self.folder, ignore_errors=True)
-            self._unlock()
+def _commit(folder: Path, target: Path, overwrite: bool) -> None:
+    sync_folder(folder)
+    check_target(target, overwrite=overwrite)
+    try:
+        if target.is_dir() and any(target.iterdir()):
+            os.rename(target, _old(target))
+        os.rename(folder, target)
+    except OSError as error:
+        raise CheckpointError(f"{target} cannot be made of {folder}: {error.strerror or error}") from error
+    sync_folder(target.parent)
+    shutil.rmtree(_old(target), ignore_errors=True)
 
 
 def check_target(target: Path, *, overwrite: bool) -> None:
@@ -114,18 +110,6 @@ def check_target(target: Path, *, overwrite: bool) -> None:
             raise ArgumentError(f"{target} exists and is not empty; remove it, or ask for it to be replaced (--overwrite, overwrite=True)")
         if not any((target / mark).is_file() for mark in MARKS):
             raise ArgumentError(f"{target} has neither {' nor '.join(MARKS)}: it is no checkpoint, and overwriting would remove its files")
-
-
-def try_lock(descriptor: int) -> bool:
-    try:
-        import fcntl
-
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except (ImportError, OSError):  # a file system without locks: processes have to keep off each other's targets
-        pass
-    return True
 
 
 def sync_folder(folder: Path) -> None:
@@ -154,7 +138,6 @@ def copy_file(source: Path, target: Path) -> None:
 
 def replace_text(file: Path, text: str) -> None:
     """A file with a new text, or with the old one where the process dies."""
-    partial = file.with_name(f".{file.name}.flce-partial")
-    write_text(partial, text)
-    os.replace(partial, file)
+    write_text(partial(file), text)
+    os.replace(partial(file), file)
     sync_folder(file.parent)

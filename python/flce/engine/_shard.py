@@ -24,7 +24,7 @@ from flce.engine._checkpoint_files import (
     write_index,
 )
 from flce.engine._plan import StagePlan, plan_stages
-from flce.engine._replacement import Replacement, check_target, copy_file
+from flce.engine._replacement import copy_file, replacement
 from flce.engine._safetensors import Entry, check_equal, write_file
 from flce.errors import ArgumentError, CheckpointError
 
@@ -164,20 +164,18 @@ def _write(
     origin, real = Path(os.path.realpath(source.folder)), Path(os.path.realpath(target))
     if origin == real or real in origin.parents or origin in real.parents:
         raise ArgumentError(f"{target} and {source.folder} must be folders of which neither is in the other")
-    check_target(real, overwrite=overwrite)
-    with Replacement(target, overwrite=overwrite) as replacement:
-        free = shutil.disk_usage(replacement.folder).free
+    with replacement(target, overwrite=overwrite) as folder:
+        free = shutil.disk_usage(folder).free
         if total > free:
             raise CheckpointError(f"{real.parent} has {free} bytes free; the checkpoint takes {total}")
         try:
             for name, entries in files.items():
-                write_file(replacement.folder / name, entries)
+                write_file(folder / name, entries)
             for name in copied:
-                copy_file(source.folder / name, replacement.folder / name)
+                copy_file(source.folder / name, folder / name)
             if layout is not None or len(files) > 1:
                 written = ((e.name, file, e.num_elements, e.num_bytes) for file, entries in files.items() for e in entries)
-                write_index(replacement.folder, written, layout)
+                write_index(folder, written, layout)
         except OSError as error:
             raise CheckpointError(f"{target} was not written: {error}") from error
-        replacement.commit()
     return told

@@ -182,10 +182,6 @@ def _file_of(engine: Trained) -> str:
     return f"rank-{rank:02d}-of-{shape['pipeline_ranks']:02d}.data-{copy:02d}-of-{shape['data_parallel_ranks']:02d}.pt"
 
 
-def _class_of(thing: Any) -> str | None:
-    return None if thing is None else f"{type(thing).__module__}.{type(thing).__qualname__}"
-
-
 def _description(engine: Trained) -> dict[str, Any]:
     """Facts that a training and a state of it have to share: parameters and buffers with shapes and dtypes, by stage; the classes of
     optimizer and scheduler; and the parameters of the optimizer's groups, in order."""
@@ -194,7 +190,8 @@ def _description(engine: Trained) -> dict[str, Any]:
         for stage in engine.stages
         for name, tensor in stage.state_dict().items()
     }
-    parts = {name: _class_of(getattr(engine, name)) for name in ("optimizer", "lr_scheduler")}
+    kinds = {name: type(getattr(engine, name)) for name in ("optimizer", "lr_scheduler")}
+    parts = {name: None if kind is type(None) else f"{kind.__module__}.{kind.__qualname__}" for name, kind in kinds.items()}
     names = {f"optimizer group {number}": str(names) for number, names in enumerate(_names_of_groups(engine))}
     return _shape_of(engine) | tensors | parts | names
 
@@ -206,7 +203,7 @@ def _content_of(engine: Trained, step: int, extra: Any) -> dict[str, Any]:
         "description": _description(engine),
         "stages": {stage.stage: {name: _own(tensor) for name, tensor in stage.state_dict().items()} for stage in engine.stages},
         "states": [None if part is None else part.state_dict() for part in (engine.optimizer, engine.lr_scheduler)],
-        "random": _random_state(_device_of(engine)),
+        "random": _random_state(engine),
         "extra": extra,
     }
 
@@ -222,21 +219,18 @@ def _names_of_groups(engine: Trained) -> list[list[str]]:
     names = {id(parameter): f"{stage.stage}:{name}" for stage in engine.stages for name, parameter in stage.named_parameters()}
     groups: Any = () if engine.optimizer is None else engine.optimizer.param_groups
     for number, group in enumerate(groups):
-        foreign = next((i for i, parameter in enumerate(group["params"]) if id(parameter) not in names), None)
-        if foreign is not None:
-            raise ArgumentError(
-                f"optimizer: parameter {foreign} of group {number}, of shape {list(group['params'][foreign].shape)}, is not one of stage "
-                f"{', '.join(str(stage.stage) for stage in engine.stages)}; an optimizer has its own rank's parameters"
-            )
+        for i, parameter in enumerate(group["params"]):
+            if id(parameter) not in names:
+                raise ArgumentError(
+                    f"optimizer: parameter {i} of group {number}, of shape {list(parameter.shape)}, is not one of stage "
+                    f"{', '.join(str(stage.stage) for stage in engine.stages)}; an optimizer has its own rank's parameters"
+                )
     return [[names[id(parameter)] for parameter in group["params"]] for group in groups]
 
 
-def _device_of(engine: Trained) -> torch.device:
-    return next(engine.stages[0].parameters()).device
-
-
-def _random_state(device: torch.device) -> dict[str, Any]:
-    """States of the random generators of Python, of torch on the CPU and on `device`, and of NumPy where something has imported it."""
+def _random_state(engine: Trained) -> dict[str, Any]:
+    """States of the random generators of Python, of torch on the CPU and on the stage's device, and of NumPy where it is imported."""
+    device = next(engine.stages[0].parameters()).device
     state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state(), "cuda": None, "numpy": None}
     if device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)
@@ -247,7 +241,8 @@ def _random_state(device: torch.device) -> dict[str, Any]:
     return state
 
 
-def _set_random_state(state: dict[str, Any], device: torch.device) -> None:
+def _set_random_state(engine: Trained, state: dict[str, Any]) -> None:
+    device = next(engine.stages[0].parameters()).device
     random.setstate(state["python"])
     torch.set_rng_state(state["torch"])
     if state["cuda"] is not None and device.type == "cuda":
@@ -301,9 +296,8 @@ def _read(engine: Trained, directory: Path, step: int | None) -> dict[str, Any]:
     told = read_json(folder / MANIFEST)
     if told.get("format") != FORMAT:
         raise CheckpointError(f"{folder} has format {told.get('format')!r}; this version of flce reads format {FORMAT}")
-    for key, value in _shape_of(engine).items():
-        if told.get(key) != value:
-            raise CheckpointError(f"{folder} was saved with {key} {told.get(key)}, and this training has {value}; they must be equal")
+    shape = _shape_of(engine)
+    _check({key: told.get(key) for key in shape}, shape, folder)
     file = folder / _file_of(engine)
     size = file.stat().st_size if file.is_file() else None
     if size != told["files"].get(file.name):
@@ -312,12 +306,11 @@ def _read(engine: Trained, directory: Path, step: int | None) -> dict[str, Any]:
         content: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:
         raise CheckpointError(f"{file} cannot be read: {error}") from error
-    _check(engine, content["description"], file)
+    _check(content["description"], _description(engine), file)
     return content
 
 
-def _check(engine: Trained, saved: dict[str, Any], where: Path) -> None:
-    here = _description(engine)
+def _check(saved: dict[str, Any], here: dict[str, Any], where: Path) -> None:
     for key in (*saved, *here):
         if saved.get(key) != here.get(key):
             raise CheckpointError(
@@ -338,7 +331,7 @@ def _apply(engine: Trained, content: dict[str, Any]) -> None:
     if engine.lr_scheduler is not None:
         engine.lr_scheduler.load_state_dict(of_scheduler)
     engine.version_steps = content["version_steps"]
-    _set_random_state(content["random"], _device_of(engine))
+    _set_random_state(engine, content["random"])
 
 
 def _widen(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
