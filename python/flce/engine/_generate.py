@@ -5,10 +5,8 @@ prompts, then position 1 of each, a token of every sequence, and so on. In a slo
 until its message is received. With equally many microbatches and stages, each stage has one microbatch to work on, and the pipeline is
 filled once, not for each token.
 
-torch's schedules run a batch of microbatches from the first stage to the last and end there. Here tokens go back: the first stage's input
-at position p + 1 is the last stage's output at position p, of a microbatch whose neighbours are still at position p. A schedule called for
-each position would fill and drain the pipeline for each token. The loop below takes the schedule's place; the sends and receives are
-torch.distributed's.
+torch's schedules run a batch from the first stage to the last and end there; here the first stage's input at position p + 1 is the last
+stage's output at position p. A schedule called for each position would fill and drain the pipeline for each token.
 
 Messages for a microbatch of n sequences at position p:
 
@@ -28,7 +26,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -38,8 +35,8 @@ from torch import Tensor, nn
 from flce import errors
 from flce.engine import _microbatches
 from flce.engine._agreement import Agreed, Call, Stepping
-from flce.engine._output import HeadOutput
-from flce.engine._packed import KVCache, PackedBatch
+from flce.engine._output import HeadOutput, vocab_size_of
+from flce.engine._packed import PackedBatch
 from flce.engine._sampling import GenerationConfig, Sampler
 from flce.engine._stage import Stage
 from flce.engine._transport import computed, through_host
@@ -68,13 +65,29 @@ def generate(
     engine: PipelineEngine,
     packed_input_ids: Tensor,
     cu_seqlens: Tensor,
-    tokenizer: Any | None = None,
-    gconfig: Any | None = None,
+    tokenizer: Any = None,
+    gconfig: GenerationConfig | None = None,
     *,
     num_micro_batches: int | None = None,
     seed: int | None = None,
 ) -> Generated | None:
-    """`PipelineEngine.generate`, which says what the arguments are."""
+    """Continues the batch's sequences, with a cache of keys and values on each stage. Every rank gives the same prompts and options. It
+    runs in evaluation mode without gradients; the stages' modes are restored afterwards.
+
+    Args:
+        tokenizer: its `eos_token_id` ends sequences and its `pad_token_id` pads, where gconfig has none. None: gconfig's alone.
+        gconfig: None: GenerationConfig().
+        num_micro_batches: None: the engine's, or the number of prompts where that is less.
+        seed: of sampling. One seed gives a sequence one noise with any number of stages and microbatches. None: drawn from torch's
+            generator of the CPU on the last stage.
+
+    Returns:
+        tokens [B, L] int64, logprobs [B, L] fp32, lengths [B] int64 on the last stage; None on others.
+
+    Raises:
+        ArgumentError: arguments that nothing can be generated from, with name and value. PipelineError: logits of a sequence are not finite
+        (the engine goes on afterwards), or a stage has failed.
+    """
     stage = engine.stages[0]
     made: list[_Pipeline] = []
 
@@ -98,7 +111,7 @@ def generate(
             _check_head(stage, ends)
         engine._check_within(packed_input_ids, lengths)
         cut = _microbatches.split(packed_input_ids, lengths, starts, engine.device, {}, {})
-        parts = [_Part.of(part, stage, config) for part in cut]
+        parts = [_Part(part, stage, config) for part in cut]
         made.append(_Pipeline(engine, config, ends, pad, seed, parts))
         return Call(f"generate {config} {ends} {pad} {seed}", number, lengths, packed_input_ids, {}, Stepping())
 
@@ -128,10 +141,11 @@ def _check_seed(seed: Any) -> None:
 
 def _check_head(stage: Stage, ends: Sequence[int]) -> None:
     """The last stage alone knows the vocabulary."""
-    head: Any = stage.head
-    vocab_size = (head.get_base_layer() if hasattr(head, "get_base_layer") else head).weight.shape[0]
-    if vocab_size == 1:
-        raise errors.ArgumentError("the last stage's head has one row, a critic's value; generate needs a head with a row for each token")
+    vocab_size = vocab_size_of((stage,))
+    if vocab_size is None:
+        raise errors.ArgumentError(
+            "the last stage's head has one row, a critic's value, or no weight [V, D]; generate needs a head with a row for each token"
+        )
     outside = [token for token in ends if token >= vocab_size]
     if outside:
         raise errors.ArgumentError(f"eos_token_id is {outside[0]}; it must be 0 to {vocab_size - 1}, the head's vocabulary")
@@ -151,7 +165,6 @@ def _evaluation(stage: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
-@dataclass(eq=False)
 class _Part:
     """Sequences that go through the stages together.
 
@@ -160,60 +173,33 @@ class _Part:
     been sent and perhaps not received.
     """
 
-    number: int
-    sequences: list[int]
-    numbers: Tensor
-    tokens: Tensor
-    lengths: Sequence[int]
-    cache: KVCache
-    answer: tuple[Any, Tensor] | None = None
-    sent: list[tuple[Any, Tensor]] = field(default_factory=list)
-
-    @staticmethod
-    def of(part: _microbatches.Microbatch, stage: Stage, config: GenerationConfig) -> _Part:
-        lengths = part.batch.lengths
-        cache = stage.new_cache(len(lengths), max(lengths) + config.max_new_tokens)
-        numbers = torch.tensor(part.sequences, dtype=torch.int64, device=part.input_ids.device)
-        return _Part(part.number, list(part.sequences), numbers, part.input_ids, lengths, cache)
-
-    def keep(self, answer: Tensor, told: list[int]) -> None:
-        """Lets those leave to whom the answer, on the device and on the host, gives no token."""
-        stays = [place for place, token in enumerate(told) if token >= 0]
-        if len(stays) < len(told):
-            chosen = torch.tensor(stays, dtype=torch.int64, device=answer.device)
-            self.sequences = [self.sequences[place] for place in stays]
-            self.numbers, answer = self.numbers[chosen], answer[chosen]
-            if stays:
-                self.cache.select(chosen)
-            else:
-                del self.cache
-        self.tokens, self.lengths = answer, [1] * len(stays)
+    def __init__(self, part: _microbatches.Microbatch, stage: Stage, config: GenerationConfig) -> None:
+        self.number, self.sequences = part.number, list(part.sequences)
+        self.numbers = torch.tensor(self.sequences, dtype=torch.int64, device=part.input_ids.device)
+        self.tokens, self.lengths = part.input_ids, list(part.batch.lengths)
+        self.cache = stage.new_cache(len(self.lengths), max(self.lengths) + config.max_new_tokens)
+        self.answer: tuple[Any, Tensor] | None = None
+        self.sent: list[tuple[Any, Tensor]] = []
 
 
 class _Pipeline:
     """One call's way through the slots, on one rank."""
 
     def __init__(
-        self,
-        engine: PipelineEngine,
-        config: GenerationConfig,
-        ends: tuple[int, ...],
-        pad: int,
-        seed: int | None,
-        parts: list[_Part],
+        self, engine: PipelineEngine, config: GenerationConfig, ends: tuple[int, ...], pad: int, seed: int | None, parts: list[_Part]
     ) -> None:
-        stage = engine.stages[0]
-        self._stage, self._group, self._device, self._own = stage, engine.pipeline_group, engine.device, engine._own
+        self._stage, self._group, self._device, self._own = engine.stages[0], engine.pipeline_group, engine.device, engine._own
         self._through_host = through_host(self._device, self._group)
         self._ranks = dist.get_process_group_ranks(self._group)
-        self._config, self._pad, self._parts = config, pad, parts
-        self._head_options = engine._head_options
+        self._config, self._parts, self._head_options = config, parts, engine._head_options
         self._ends = torch.tensor(ends, dtype=torch.int64, device=self._device)
         if seed is None:  # torch.manual_seed decides
-            seed = int(torch.randint((1 << 63) - 1, ()).item()) if stage.is_last else 0
+            seed = int(torch.randint((1 << 63) - 1, ()).item()) if self._stage.is_last else 0
         self._sampler = Sampler(config, ends, seed)
-        self._count = sum(len(part.sequences) for part in parts)
-        self._chosen: list[tuple[Tensor, int, Tensor, Tensor]] = []
+        shape = (sum(len(part.sequences) for part in parts), config.max_new_tokens if self._stage.is_last else 0)
+        self._tokens = torch.full(shape, pad, dtype=torch.int64, device=self._device)
+        self._logprobs = torch.zeros(shape, dtype=torch.float32, device=self._device)
+        self._lengths = torch.zeros(shape[0], dtype=torch.int64, device=self._device)
         self._failure: errors.PipelineError | None = None
 
     def run(self) -> Generated | None:
@@ -228,7 +214,10 @@ class _Pipeline:
             self._settle(part)
         if self._failure is not None:
             raise Agreed(self._failure)
-        return self._result() if self._stage.is_last else None
+        if not self._stage.is_last:
+            return None
+        longest = int(self._lengths.max())
+        return Generated(self._tokens[:, :longest].contiguous(), self._logprobs[:, :longest].contiguous(), self._lengths)
 
     def _pass(self, part: _Part, position: int) -> None:
         """Runs a slot: the stage on the message of the stage before, and the result to the stage behind."""
@@ -254,15 +243,9 @@ class _Pipeline:
         stage = self._stage
         if self._failure is not None and stage.is_last:  # messages under way are received and answered, so that none is left behind
             return torch.full((len(part.sequences),), _LEFT, device=self._device)
-        batch = self._batch(part, position)
+        batch = PackedBatch.of(part.lengths, self._device, part.cache)
         hidden = computed(stage, x, batch, f"microbatch {part.number}")
         return self._choose(part, hidden[batch.cu_seqlens[1:].long() - 1], position) if stage.is_last else hidden
-
-    def _batch(self, part: _Part, position: int) -> PackedBatch:
-        if position == 0:
-            return PackedBatch.of(part.lengths, self._device, part.cache)
-        bounds = torch.arange(len(part.lengths) + 1, dtype=torch.int32, device=self._device)
-        return PackedBatch(bounds, tuple(part.lengths), torch.tensor(part.cache.lengths, device=self._device), part.cache)
 
     def _choose(self, part: _Part, hidden: Tensor, position: int) -> Tensor:
         """The answer to a microbatch whose sequences' last rows are hidden [n, hidden_size]."""
@@ -271,7 +254,8 @@ class _Pipeline:
         output = HeadOutput(hidden, stage.head, stage.logit_scale, stage.softcap, options=self._head_options)
         tokens = self._sampler(output.logits().float(), part.numbers, position)
         logprobs = output.logprobs(tokens.clamp(min=0), self._config.temperature, shift=0)
-        self._chosen.append((part.numbers, position, tokens, logprobs))
+        self._tokens[part.numbers, position], self._logprobs[part.numbers, position] = tokens, logprobs
+        self._lengths[part.numbers] += 1
         over = torch.isin(tokens, self._ends) if position + 1 < self._config.max_new_tokens else torch.ones_like(tokens, dtype=torch.bool)
         return torch.where(tokens < 0, _NOT_FINITE, torch.where(over, _LEFT, tokens))
 
@@ -298,7 +282,16 @@ class _Pipeline:
                     f"infinite, in microbatch {part.number}; nothing is returned",
                     last,
                 )
-            part.keep(answer, [_LEFT] * len(told) if which else told)
+            stays = [] if which else [place for place, token in enumerate(told) if token >= 0]
+            if len(stays) < len(told):
+                chosen = torch.tensor(stays, dtype=torch.int64, device=answer.device)
+                part.sequences = [part.sequences[place] for place in stays]
+                part.numbers, answer = part.numbers[chosen], answer[chosen]
+                if stays:
+                    part.cache.select(chosen)
+                else:
+                    del part.cache
+            part.tokens, part.lengths = answer, [1] * len(stays)
 
     def _send(self, part: _Part, tensor: Tensor, stage: int) -> None:
         tensor = (tensor.cpu() if self._through_host else tensor).contiguous()
@@ -317,13 +310,3 @@ class _Pipeline:
         for work, _ in part.sent:
             work.wait()
         part.sent.clear()
-
-    def _result(self) -> Generated:
-        longest = 1 + max(position for _, position, _, _ in self._chosen)
-        rows = torch.cat([numbers for numbers, _, _, _ in self._chosen])
-        columns = torch.cat([torch.full_like(numbers, position) for numbers, position, _, _ in self._chosen])
-        tokens = torch.full((self._count, longest), self._pad, dtype=torch.int64, device=self._device)
-        tokens[rows, columns] = torch.cat([chosen for _, _, chosen, _ in self._chosen])
-        logprobs = torch.zeros(self._count, longest, dtype=torch.float32, device=self._device)
-        logprobs[rows, columns] = torch.cat([given for _, _, _, given in self._chosen])
-        return Generated(tokens, logprobs, torch.bincount(rows, minlength=self._count))

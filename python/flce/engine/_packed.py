@@ -72,19 +72,15 @@ class PackedBatch:
     cache: KVCache | None = None
 
     @staticmethod
-    def of(
-        lengths: Sequence[int],
-        device: torch.device,
-        cache: KVCache | None = None,
-    ) -> PackedBatch:
+    def of(lengths: Sequence[int], device: torch.device, cache: KVCache | None = None) -> PackedBatch:
         """The batch of sequences of these lengths, behind the tokens in `cache`. ArgumentError for a cache of another number of
         sequences."""
         if cache is not None:
             cache.check_room(lengths)
-        past = [0] * len(lengths) if cache is None else cache.lengths
+        past = torch.tensor([0] * len(lengths) if cache is None else cache.lengths, dtype=torch.int64, device="cpu")
         cu_seqlens = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device="cpu")
-        places = [torch.arange(first, first + length, device="cpu") for first, length in zip(past, lengths, strict=True)]
-        position_ids = torch.cat(places) if places else torch.zeros(0, dtype=torch.int64, device="cpu")
+        before = (past - cu_seqlens[:-1]).repeat_interleave(cu_seqlens.diff().long())
+        position_ids = torch.arange(sum(lengths), device="cpu") + before
         return PackedBatch(cu_seqlens.to(device), tuple(lengths), position_ids.to(device), cache)
 
     @property

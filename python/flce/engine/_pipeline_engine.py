@@ -15,10 +15,8 @@ from flce import errors
 from flce.core import checks
 from flce.engine import _generate, _losses, _microbatches, _schedules, _setup, _step, _transport
 from flce.engine._agreement import Agreed, Call, Stepping
-from flce.engine._generate import Generated
 from flce.engine._microbatches import Microbatch
 from flce.engine._output import HeadOutput, check_output, compute_output, head_options_of, vocab_size_of
-from flce.engine._sampling import GenerationConfig
 from flce.engine._stage import Stage
 
 
@@ -80,7 +78,7 @@ class PipelineEngine:
         device: torch.device | str | None = None,
     ) -> None:
         _setup.check_torch()
-        self.pipeline_group = _setup.group_of(pipeline_group)
+        self.pipeline_group = _setup.group_of("pipeline_group", dist.group.WORLD if pipeline_group is None else pipeline_group)
         self.data_parallel_group: dist.ProcessGroup | None = None
         self.optimizer = optimizer
         self.lr_scheduler = lr_scheduler
@@ -88,7 +86,8 @@ class PipelineEngine:
         self.version_steps: int | None = None
         refused: Exception | None = None
         try:
-            self.data_parallel_group = _setup.copies_of(data_parallel_group)
+            if data_parallel_group is not None:
+                self.data_parallel_group = _setup.group_of("data_parallel_group", data_parallel_group)
             self.stages = _setup.stages_of(stage)
             self.num_stages = self.stages[0].num_stages
             self.schedule = checks.choice("schedule", schedule, tuple(_schedules.SCHEDULES))
@@ -176,15 +175,7 @@ class PipelineEngine:
             (loss, stats) on the last stage: the batch's loss on this data-parallel rank, a detached fp32 scalar, and what loss_fn returned
             beside each loss, its tensors detached, in order; None on other stages. Gradients are cleared behind the optimizer's step.
         """
-        with self._watching():
-            losses = self._losses = self._new_losses(
-                "train_batch", packed_input_ids, cu_seqlens, loss_fn, num_micro_batches, token_count, rows, loss_fn_kwargs
-            )
-            _step.clear_gradients(self)
-            with torch.enable_grad():
-                self._run(True)
-            _step.finish(self, losses)
-            return losses.result() if self.is_last else None
+        return self._batch(True, packed_input_ids, cu_seqlens, loss_fn, num_micro_batches, token_count, rows, loss_fn_kwargs)
 
     def eval_batch(
         self,
@@ -199,12 +190,7 @@ class PipelineEngine:
     ) -> tuple[Tensor, list[Any]] | None:
         """Runs `train_batch` without gradients and without a step. Parameters and their gradients are left alone; whether the stages are in
         evaluation mode is the caller's."""
-        with self._watching(), torch.no_grad():
-            losses = self._new_losses(
-                "eval_batch", packed_input_ids, cu_seqlens, loss_fn, num_micro_batches, token_count, rows, loss_fn_kwargs
-            )
-            self._run(False, lambda hidden, microbatch: losses.add(self._output(hidden, microbatch), microbatch))
-            return losses.result() if self.is_last else None
+        return self._batch(False, packed_input_ids, cu_seqlens, loss_fn, num_micro_batches, token_count, rows, loss_fn_kwargs)
 
     def forward(
         self,
@@ -228,7 +214,8 @@ class PipelineEngine:
         kind = f"forward {output} {temperature}"
         results: list[Tensor] = []
 
-        def compute(hidden: Tensor, microbatch: Microbatch) -> None:
+        def compute(hidden: Tensor, number: int) -> None:
+            microbatch = self._microbatches[number]
             given = microbatch.kwargs.get("labels", microbatch.input_ids)
             results.append(compute_output(self._output(hidden, microbatch), output, given, temperature))
 
@@ -240,34 +227,7 @@ class PipelineEngine:
 
     __call__ = forward
 
-    def generate(
-        self,
-        packed_input_ids: Tensor,
-        cu_seqlens: Tensor,
-        tokenizer: Any = None,
-        gconfig: GenerationConfig | None = None,
-        *,
-        num_micro_batches: int | None = None,
-        seed: int | None = None,
-    ) -> Generated | None:
-        """Continues the batch's sequences, with a cache of keys and values on each stage. Every rank gives the same prompts and options. It
-        runs in evaluation mode without gradients; the stages' modes are restored afterwards.
-
-        Args:
-            tokenizer: its `eos_token_id` ends sequences and its `pad_token_id` pads, where gconfig has none. None: gconfig's alone.
-            gconfig: None: GenerationConfig().
-            num_micro_batches: None: the engine's, or the number of prompts where that is less.
-            seed: of sampling. One seed gives a sequence one noise with any number of stages and microbatches. None: drawn from
-                torch's generator of the CPU on the last stage.
-
-        Returns:
-            tokens [B, L] int64, logprobs [B, L] fp32, lengths [B] int64 on the last stage; None on others.
-
-        Raises:
-            ArgumentError: arguments that nothing can be generated from, with name and value. PipelineError: logits of a sequence are not
-            finite (the engine goes on afterwards), or a stage has failed.
-        """
-        return _generate.generate(self, packed_input_ids, cu_seqlens, tokenizer, gconfig, num_micro_batches=num_micro_batches, seed=seed)
+    generate = _generate.generate
 
     def check_usable(self) -> None:
         """PipelineError where a call has failed before."""
@@ -359,23 +319,32 @@ class PipelineEngine:
         positions = [stage.max_positions for stage in self.stages if stage.max_positions is not None]
         _microbatches.check_within(packed_input_ids, lengths, self._agreement.num_embeddings, min(positions, default=None))
 
-    def _new_losses(
-        self, kind: str, ids: Tensor, cu_seqlens: Tensor, loss_fn: Any, number: int | None, token_count: Any, rows: Any, kwargs: Any
-    ) -> _losses.Losses:
+    def _batch(
+        self, train: bool, ids: Tensor, cu_seqlens: Tensor, loss_fn: Any, number: int | None, token_count: Any, rows: Any, kwargs: Any
+    ) -> tuple[Tensor, list[Any]] | None:
+        """`train_batch` and `eval_batch`."""
         by_tokens = self.normalize == "tokens"
 
         def check() -> None:
-            if kind == "train_batch":
+            if train:
                 _step.check(self)
             if token_count is not None and not by_tokens:
                 raise errors.ArgumentError(f'token_count is for normalize="tokens"; this engine was made with {self.normalize!r}')
             if not callable(loss_fn):
                 raise errors.DTypeError(f"loss_fn is a {type(loss_fn).__name__}; it must be a function")
 
-        counts = self._prepare(kind, ids, cu_seqlens, number, kwargs, rows, token_count if by_tokens else False, check)
-        if counts is not None:
-            counts.total = _step.total_of(self, counts.numbers, kind.startswith("train"))
-        return _losses.Losses(loss_fn, list(self._microbatches), counts)
+        with self._watching(), torch.set_grad_enabled(train):
+            kind = "train_batch" if train else "eval_batch"
+            counts = self._prepare(kind, ids, cu_seqlens, number, kwargs, rows, token_count if by_tokens else False, check)
+            if counts is not None:
+                counts.total = _step.total_of(self, counts.numbers, train)
+            self._losses = _losses.Losses(loss_fn, list(self._microbatches), counts)
+            if train:
+                _step.clear_gradients(self)
+            self._run(train, None if train else self._loss_of)
+            if train:
+                _step.finish(self, self._losses)
+            return self._losses.result() if self.is_last else None
 
     def _schedule(self, train: bool, num_micro_batches: int) -> Any:
         """torch's schedule for this many microbatches, kept: its stages hold what it set up at its first step."""
@@ -385,7 +354,7 @@ class PipelineEngine:
             self._made[key] = _schedules.make(self.schedule, stages, num_micro_batches, self._loss_of if train else None)
         return self._made[key]
 
-    def _run(self, train: bool, finish: Callable[[Tensor, Microbatch], Any] | None = None) -> None:
+    def _run(self, train: bool, finish: Callable[[Tensor, int], Any] | None) -> None:
         for module in self._modules:
             module.microbatches, module.finish = self._microbatches, finish
         numbers = torch.arange(len(self._microbatches))  # inputs on the rank of the first stage, targets on all
@@ -395,7 +364,7 @@ class PipelineEngine:
         last = next(stage for stage in self.stages if stage.is_last)
         return HeadOutput.of(last, hidden, microbatch.batch.cu_seqlens, self._head_options)
 
-    def _loss_of(self, hidden: Tensor, number: Tensor) -> Tensor:
+    def _loss_of(self, hidden: Tensor, number: Tensor | int) -> Tensor:
         """torch's loss_fn; the target is a microbatch's number."""
         microbatch = self._microbatches[int(number)]
         with next(module for module in self._modules if module.stage.is_last).noting():

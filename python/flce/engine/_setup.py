@@ -61,18 +61,9 @@ def norm(value: Any) -> float | None:
     return value
 
 
-def group_of(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    found = dist.group.WORLD if group is None else group
-    if not isinstance(found, dist.ProcessGroup):
-        raise errors.ArgumentError("pipeline_group does not have this rank; every rank makes the engine with the group that it is in")
-    return found
-
-
-def copies_of(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    if group is not None and not isinstance(group, dist.ProcessGroup):
-        raise errors.ArgumentError(
-            "data_parallel_group does not have this rank; give each rank the group of the ranks that have copies of its stages"
-        )
+def group_of(name: str, group: Any) -> dist.ProcessGroup:
+    if not isinstance(group, dist.ProcessGroup):
+        raise errors.ArgumentError(f"{name} does not have this rank; give each rank the group that it is in")
     return group
 
 
@@ -95,20 +86,21 @@ def meet(engine: PipelineEngine, error: Exception | None) -> tuple[Agreement, Ti
     def alone() -> tuple[Any, ...]:
         if error is not None:
             raise error
-        numbers = tuple(stage.stage for stage in engine.stages)
-        _schedules.check_placement(engine.schedule, numbers, engine.num_stages, agreement.rank, len(agreement.ranks))
-        _check_stages(engine.stages)
+        settings = {stage.stage: _settings_of(engine, stage) for stage in engine.stages}
+        _schedules.check_placement(engine.schedule, tuple(settings), engine.num_stages, agreement.rank, len(agreement.ranks))
         stepping = stepping_of(engine)
         bits = [int(checksum(parameter)) for parameter in engine.parameters()]
-        return numbers, _settings_of(engine), _tied_of(engine, stepping), _num_embeddings_of(engine.stages), (stepping.copy, bits)
+        ids = (next((stage.num_embeddings for stage in engine.stages if stage.is_first), None), vocab_size_of(engine.stages))
+        return settings, _tied_of(engine, stepping), ids, (stepping.copy, bits)
 
     told = gather(engine.pipeline_group, step(groups, alone, errors.PipelineError))
-    agreement.stages = [numbers for numbers, *_ in told]
-    agreement.num_embeddings = min((pair for *_, pairs, _ in told for pair in pairs), default=(0, None))[1]
+    agreement.stages = [tuple(settings) for settings, *_ in told]
+    ids = [*(first for _, _, (first, _), _ in told), *(rows for _, _, (_, rows), _ in told)]
+    agreement.num_embeddings = next((number for number in ids if number is not None), None)
 
     def together() -> Tied:
-        _check_settings(agreement, [settings for _, settings, *_ in told])
-        return _check_tied(engine, agreement, [tied for _, _, tied, *_ in told])
+        _check_settings(engine.stages[0].stage, {stage: facts for settings, *_ in told for stage, facts in settings.items()})
+        return _check_tied(engine, agreement, {stage: facts for _, tied, *_ in told for stage, facts in tied.items()})
 
     tied = step(groups, together, errors.PipelineError)
     of_copies = [] if copies is None else gather(copies, (told[agreement.rank][-1], agreement.name))
@@ -117,51 +109,28 @@ def meet(engine: PipelineEngine, error: Exception | None) -> tuple[Agreement, Ti
     return agreement, tied
 
 
-def _num_embeddings_of(stages: Sequence[Stage]) -> list[tuple[int, int]]:
-    """How many ids the first stage takes, and the rows of the last one's head: the first of them counts."""
-    known = [(stage.stage, stage.num_embeddings) for stage in stages if stage.is_first]
-    known += [(stages[0].num_stages, vocab_size_of(stages))]
-    return [(stage, number) for stage, number in known if number is not None]
-
-
-def _settings_of(engine: PipelineEngine) -> dict[str, Any]:
-    """Settings with which all ranks of a pipeline have to be made alike."""
+def _settings_of(engine: PipelineEngine, stage: Stage) -> dict[str, Any]:
+    """Settings that all stages of a pipeline have to have alike. ArgumentError for a stage that is not complete."""
+    if any(parameter.is_meta for parameter in stage.parameters()):
+        raise errors.ArgumentError(f"stage {stage.stage} has parameters on the meta device; load them first (load_stage)")
+    if stage.is_last and stage.head is None:
+        raise errors.ArgumentError(f"stage {stage.stage} is the last one and has no head; `head` is its output layer")
+    copies = engine.data_parallel_group
     return {
-        "num_stages": engine.num_stages,
-        "hidden_size": engine.stages[0].hidden_size,
-        "dtype": str(engine.stages[0].dtype),
-        "schedule": engine.schedule,
-        "num_micro_batches": engine.num_micro_batches,
-        "normalize": engine.normalize,
-        "max_grad_norm": engine.max_grad_norm,
-        "nonfinite": engine.nonfinite,
-        "data_parallel_group of size": 1 if engine.data_parallel_group is None else dist.get_world_size(engine.data_parallel_group),
+        **{name: getattr(stage, name) for name in ("num_stages", "hidden_size", "dtype")},
+        **{name: getattr(engine, name) for name in ("schedule", "num_micro_batches", "normalize", "max_grad_norm", "nonfinite")},
+        "data_parallel_group of size": 1 if copies is None else dist.get_world_size(copies),
     }
 
 
-def _check_settings(agreement: Agreement, told: Sequence[dict[str, Any]]) -> None:
-    for rank, others in enumerate(told):
-        for name, value in told[agreement.rank].items():
+def _check_settings(own: int, told: dict[int, dict[str, Any]]) -> None:
+    for stage, others in told.items():
+        for name, value in told[own].items():
             if others[name] != value:
                 raise errors.ArgumentError(
-                    f"{agreement.says(agreement.rank)} was made with {name} {value!r}, {agreement.says(rank)} with {others[name]!r}; they "
-                    "must be the same on every rank of a pipeline"
+                    f"stage {own} was made with {name} {value!r}, stage {stage} with {others[name]!r}; they must be the same on every "
+                    "stage of a pipeline"
                 )
-
-
-def _check_stages(stages: Sequence[Stage]) -> None:
-    first = stages[0]
-    for stage in stages:
-        for name in ("num_stages", "hidden_size", "dtype"):
-            if getattr(stage, name) != getattr(first, name):
-                raise errors.ArgumentError(
-                    f"stage {stage.stage} has {name} {getattr(stage, name)!r}, stage {first.stage} has {getattr(first, name)!r}; they "
-                    "must be the same"
-                )
-        if any(parameter.is_meta for parameter in stage.parameters()):
-            raise errors.ArgumentError(f"stage {stage.stage} has parameters on the meta device; load them first (load_stage)")
-        if stage.is_last and stage.head is None:
-            raise errors.ArgumentError(f"stage {stage.stage} is the last one and has no head; `head` is its output layer")
 
 
 def stepping_of(engine: PipelineEngine) -> Stepping:
@@ -202,8 +171,7 @@ def _tied_of(engine: PipelineEngine, stepping: Stepping) -> dict[int, tuple[Any,
     return {stage: (tuple(weight.shape), str(weight.dtype), stepping.tied, int(checksum(weight))) for stage, weight in weights}
 
 
-def _check_tied(engine: PipelineEngine, agreement: Agreement, told: list[dict[int, tuple[Any, ...]]]) -> Tied:
-    found = {stage: what for part in told for stage, what in part.items()}
+def _check_tied(engine: PipelineEngine, agreement: Agreement, found: dict[int, tuple[Any, ...]]) -> Tied:
     if not found:
         return Tied()
     last = engine.num_stages - 1

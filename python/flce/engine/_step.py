@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from flce import errors
 from flce.engine._agreement import Agreed
@@ -52,24 +52,13 @@ def check_scheduler(scheduler: Any, version_steps: int | None) -> None:
         raise errors.ArgumentError(f"lr_scheduler is a {kind}, whose step takes a metric; step it yourself, behind train_batch")
     if not callable(getattr(scheduler, "step", None)):
         raise errors.ArgumentError(f"lr_scheduler is a {kind}, which has no step()")
-    refused = _why_not_called(scheduler.step, *(() if version_steps is None else (version_steps,)))
-    if refused is not None:
-        given = "" if version_steps is None else f"{version_steps}"
-        why = "" if version_steps is None else "; set_version_steps is for schedulers that take it"
-        raise errors.ArgumentError(f"lr_scheduler is a {kind}, whose step cannot be called as step({given}): {refused}{why}")
-
-
-def _why_not_called(function: Any, *arguments: Any) -> str | None:
-    """Why `function` cannot be called with these, by its signature; None where it can, or has none."""
     try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):  # not a Python function
-        return None
-    try:
-        signature.bind(*arguments)
+        inspect.signature(scheduler.step).bind(*() if version_steps is None else (version_steps,))
     except TypeError as error:
-        return str(error)
-    return None
+        given, why = ("", "") if version_steps is None else (version_steps, "; set_version_steps is for schedulers that take it")
+        raise errors.ArgumentError(f"lr_scheduler is a {kind}, whose step cannot be called as step({given}): {error}{why}") from error
+    except ValueError:  # not a Python function
+        pass
 
 
 def clear_gradients(engine: PipelineEngine) -> None:
@@ -108,12 +97,10 @@ def finish(engine: PipelineEngine, losses: Losses) -> None:
     assert engine.optimizer is not None
     with engine._own():
         engine.optimizer.step()
-        if engine.lr_scheduler is not None and engine.version_steps is None:
-            engine.lr_scheduler.step()
-        elif engine.lr_scheduler is not None:
+        if engine.lr_scheduler is not None:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="The epoch parameter", category=UserWarning)
-                engine.lr_scheduler.step(engine.version_steps)
+                engine.lr_scheduler.step(*() if engine.version_steps is None else (engine.version_steps,))
     clear_gradients(engine)
 
 
@@ -140,7 +127,11 @@ def _clip(engine: PipelineEngine) -> errors.PipelineError | None:
         return None
     twice = engine._tied.weight if engine._tied.uncounted else None
     gradients = [parameter.grad for parameter in engine.parameters() if parameter.grad is not None and parameter is not twice]
-    norm = global_norm(gradients, engine.pipeline_group, engine.device)
+    norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
+    total = torch.stack(norms).square().sum() if norms else torch.zeros(())
+    total = total.to(engine._agreement.device)
+    dist.all_reduce(total, group=engine.pipeline_group)
+    norm = total.sqrt().to(engine.device)
     engine.last_grad_norm = float(norm)
     if not math.isfinite(engine.last_grad_norm):
         return errors.PipelineError(f"the gradients' norm is {engine.last_grad_norm}; parameters are as they were")
@@ -171,12 +162,3 @@ def reduce_over_copies(parameters: Sequence[nn.Parameter], group: dist.ProcessGr
             parameter.grad /= dist.get_world_size(group)
     for work in [dist.all_reduce(parameter.grad, group=group, async_op=True) for parameter in parameters]:
         work.wait()
-
-
-def global_norm(gradients: Sequence[Tensor], group: dist.ProcessGroup, device: torch.device) -> Tensor:
-    """The 2-norm of every rank's gradients together: a scalar fp32 on `device`."""
-    norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
-    total = torch.stack(norms).square().sum() if norms else torch.zeros((), device=device)
-    total = total.to(device if on_device(group) else "cpu")
-    dist.all_reduce(total, group=group)
-    return total.sqrt().to(device)

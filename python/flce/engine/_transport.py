@@ -66,14 +66,14 @@ class StageModule(nn.Module):
         self.noting = functools.partial(noting, self)
         self.microbatches: list[Microbatch] = []
         self.number = 0
-        self.finish: Callable[[Tensor, Microbatch], None] | None = None
+        self.finish: Callable[[Tensor, int], Any] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         microbatch = self.microbatches[self.number]
         given = microbatch.input_ids if self.stage.is_first else x
         hidden = computed(self.stage, given, microbatch.batch, str(microbatch))
         if self.finish is not None and self.stage.is_last:
-            self.finish(hidden, microbatch)
+            self.finish(hidden, self.number)
         if torch.is_grad_enabled() and not hidden.requires_grad:
             hidden = hidden.detach().requires_grad_()  # output of frozen layers alone: backward ends here
         # Schedules that split backward detach outputs in place, which a view refuses.
