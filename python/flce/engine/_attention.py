@@ -110,11 +110,8 @@ def _packed(query: Tensor, key: Tensor, value: Tensor, batch: PackedBatch, maths
     if varlen is not None:
         query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
         return varlen(query, key, value, batch, maths).unsqueeze(0)
-    outputs, start = [], 0
-    for length in batch.lengths:
-        q, k, v = (x[:, :, start : start + length] for x in (query, key, value))
-        outputs.append(_dense(q, k, v, _window(length, maths.window, query.device), maths))
-        start += length
+    parts = zip(*(x.split(list(batch.lengths), dim=2) for x in (query, key, value)), strict=True)
+    outputs = [_dense(q, k, v, _window(q.shape[2], maths.window, q.device), maths) for q, k, v in parts]
     return torch.cat(outputs, dim=2).transpose(1, 2)
 
 
@@ -201,9 +198,9 @@ def _without_groups(attention: Any, query: Tensor, key: Tensor, value: Tensor, *
     return attention(query, key, value, *more, **options)
 
 
-def _flash(query: Tensor, key: Tensor, value: Tensor, batch: PackedBatch, maths: Maths) -> Tensor:
+def _flash(query: Tensor, key: Tensor, value: Tensor, batch: PackedBatch, maths: Maths) -> Any:
     window = (-1, -1) if maths.window is None else (maths.window - 1, 0)
-    attended: Tensor = _flash_attn()(
+    return _flash_attn()(
         *(query, key, value, batch.cu_seqlens, batch.cu_seqlens, batch.max_length, batch.max_length),
         dropout_p=maths.dropout,
         softmax_scale=maths.scale,
@@ -212,15 +209,13 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, batch: PackedBatch, maths:
         softcap=maths.softcap or 0.0,
         deterministic=torch.are_deterministic_algorithms_enabled(),
     )
-    return attended
 
 
-def _torch(query: Tensor, key: Tensor, value: Tensor, batch: PackedBatch, maths: Maths) -> Tensor:
+def _torch(query: Tensor, key: Tensor, value: Tensor, batch: PackedBatch, maths: Maths) -> Any:
     window = (-1, 0) if maths.window is None else (maths.window - 1, 0)
-    attended: Tensor = _torch_varlen()(
+    return _torch_varlen()(
         *(query, key, value, batch.cu_seqlens, batch.cu_seqlens, batch.max_length, batch.max_length),
         scale=maths.scale,
         window_size=window,
         enable_gqa=query.shape[1] != key.shape[1],
     )
-    return attended

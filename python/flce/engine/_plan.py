@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import os
 import re
 from collections.abc import Callable, Sequence
@@ -24,18 +25,12 @@ class Names:
     first: tuple[str, ...]  #: the first stage's modules beside its layers: "model.embed_tokens."
     last: tuple[str, ...]  #: the last stage's modules beside its layers: "model.norm.", "lm_head."
     embedding: str  #: the embedding's weight: "model.embed_tokens.weight"
-    head: str  #: the output layer's weight: "lm_head.weight"
+    head: str = "lm_head.weight"  #: the output layer's weight
 
 
-LLAMA_NAMES = Names(
-    "model.layers.", ("model.embed_tokens.",), ("model.norm.", "lm_head.", "score."), "model.embed_tokens.weight", "lm_head.weight"
-)
+LLAMA_NAMES = Names("model.layers.", ("model.embed_tokens.",), ("model.norm.", "lm_head.", "score."), "model.embed_tokens.weight")
 GPT2_NAMES = Names(
-    "transformer.h.",
-    ("transformer.wte.", "transformer.wpe."),
-    ("transformer.ln_f.", "lm_head.", "score."),
-    "transformer.wte.weight",
-    "lm_head.weight",
+    "transformer.h.", ("transformer.wte.", "transformer.wpe."), ("transformer.ln_f.", "lm_head.", "score."), "transformer.wte.weight"
 )
 #: names by the config's model_type
 NAMES = {**dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma2"), LLAMA_NAMES), "gpt2": GPT2_NAMES}
@@ -82,9 +77,7 @@ def balance(layer_sizes: Sequence[int], first: int, last: int, num_stages: int) 
     count = len(layer_sizes)
     if not 1 <= num_stages <= count:
         raise errors.ArgumentError(f"num_stages is {num_stages}; a model of {count} layers has 1 to {count} stages")
-    sums = [0]
-    for size in layer_sizes:
-        sums.append(sums[-1] + size)
+    sums = list(itertools.accumulate(layer_sizes, initial=0))
 
     def cost(stage: int, start: int, end: int) -> int:
         return sums[end] - sums[start] + (first if stage == 0 else 0) + (last if stage == num_stages - 1 else 0)

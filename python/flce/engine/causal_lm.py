@@ -19,6 +19,13 @@ from flce.engine import _attention, _plan
 from flce.engine._packed import KVCache, PackedBatch
 from flce.engine._stage import Stage
 
+#: options of a config that stages do not compute
+_REFUSED = {
+    "add_cross_attention": "is True; stages have no encoder's states to attend to",
+    "use_bidirectional_attention": "is set; stages are of causal language models",
+    "quantization_config": "is set; stages are of models that are not quantised",
+    "reorder_and_upcast_attn": "is True; stages compute attention in the dtype of their layers",
+}
 _KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 #: options of the head's maths that a family's own forward applies
 _HEAD_OPTIONS: dict[str, set[str]] = {"gemma2": {"softcap"}}
@@ -36,7 +43,7 @@ class CausalLMStage(Stage):
             it to the layers, which do what the model was asked for (`model.gradient_checkpointing_enable()`) before it was cut.
     """
 
-    def __init__(self, config: Any, plan: _plan.StagePlan, stage: int, modules: dict[str, nn.Module], *, critic: bool, tied: bool) -> None:
+    def __init__(self, config: Any, plan: _plan.StagePlan, stage: int, modules: dict[str, nn.Module], *, critic: bool) -> None:
         """modules: those of this stage, by their names in the whole model."""
         super().__init__()
         self.config = config
@@ -46,7 +53,7 @@ class CausalLMStage(Stage):
         self.hidden_size = int(config.hidden_size)
         self.critic = critic
         self.gradient_checkpointing = False
-        self._tied = tied and plan.num_stages > 1 and not critic
+        self._tied = plan.tied and plan.num_stages > 1 and not critic
         options = {} if critic else flce.huggingface.options_of(config)
         self.logit_scale, self.softcap = options.get("logit_scale", 1.0), options.get("softcap", 0.0)
         for name, module in modules.items():
@@ -104,9 +111,9 @@ class CausalLMStage(Stage):
             run = functools.partial(layer, **keywords)
             itself = getattr(layer, "gradient_checkpointing", False)
             if self.gradient_checkpointing and not itself and self.training and torch.is_grad_enabled():
-                hidden = _first(checkpoint(run, hidden, use_reentrant=False))
+                hidden = checkpoint(run, hidden, use_reentrant=False)
             else:
-                hidden = _first(run(hidden))
+                hidden = run(hidden)
         if self.is_last:
             hidden = self.get_submodule(self.plan.names.last[0][:-1])(hidden)
         if batch.cache is not None:
@@ -154,13 +161,11 @@ class CausalLMStage(Stage):
             )
         if self.is_first and x.dtype not in (torch.int64, torch.int32):
             raise errors.DTypeError(f"x is {x.dtype}; the first stage takes token ids, int64")
-        past = [0] * len(batch.lengths)
         if batch.cache is not None:
             if torch.is_grad_enabled():
                 raise errors.ArgumentError("batch has a cache while gradients are on; run the stage under torch.no_grad()")
-            batch.cache.check_room(batch.lengths)
-            past = batch.cache.lengths
-        self._check_length(max((old + new for old, new in zip(past, batch.lengths, strict=True)), default=0), "a sequence of batch has")
+            batch.cache.check_room(batch.lengths)  # new_cache makes no more room than there are positions
+        self._check_length(batch.max_length, "a sequence of batch has")
 
     def _check_length(self, length: int, what: str) -> None:
         if self.max_positions is not None and length > self.max_positions:
@@ -201,7 +206,12 @@ def causal_lm_stage(
     from transformers import PreTrainedModel
 
     given = model_or_config if isinstance(model_or_config, PreTrainedModel) else None
-    config = _plan.config_of(_wrapped(model_or_config) if given is None else given.config)
+    if given is None and isinstance(model_or_config, nn.Module):
+        raise errors.ArgumentError(
+            f"model_or_config is a {type(model_or_config).__name__}; it must be a model of transformers itself, a config or a folder with "
+            "a config.json. Merge adapters first (merge_and_unload()), and wrap the stage rather than the model"
+        )
+    config = _plan.config_of(model_or_config if given is None else given.config)
     _plan.names_of(config)
     _refuse_options(config, critic)
     whole = _plan.skeleton(config)
@@ -212,15 +222,15 @@ def causal_lm_stage(
         _refuse_model(given, type(whole), plan, critic)
     _attention.register()
     if given is None:
-        dtype = dtype or _dtype_of(config)
+        asked = dtype or getattr(config, "dtype", None) or torch.get_default_dtype()
+        dtype = getattr(torch, asked) if isinstance(asked, str) else asked
         device = torch.get_default_device() if device is None else device
     config = copy.deepcopy(config)
     config._attn_implementation = _attention.NAME
     modules = _modules_of(whole if given is None else given, plan, stage, critic)
-    tied = plan.tied and not critic
-    if given is not None and tied and 0 < stage == num_stages - 1:
+    if given is not None and plan.tied and not critic and 0 < stage == num_stages - 1:
         modules["lm_head"] = copy.deepcopy(modules["lm_head"])
-    made = CausalLMStage(config, plan, stage, modules, critic=critic, tied=tied)
+    made = CausalLMStage(config, plan, stage, modules, critic=critic)
     made.train(True if given is None else given.training)
     _place(made, dtype, None if device is None else torch.device(device))
     new_score = ["score"] if "score" in modules and not hasattr(given, "score") else []
@@ -228,34 +238,14 @@ def causal_lm_stage(
     return made
 
 
-def _dtype_of(config: Any) -> torch.dtype:
-    asked = getattr(config, "dtype", None) or torch.get_default_dtype()
-    dtype: torch.dtype = getattr(torch, asked) if isinstance(asked, str) else asked
-    return dtype
-
-
-def _wrapped(model: Any) -> Any:
-    if isinstance(model, nn.Module):
-        raise errors.ArgumentError(
-            f"model_or_config is a {type(model).__name__}; it must be a model of transformers itself, a config or a folder with a "
-            "config.json. Merge adapters first (merge_and_unload()), and wrap the stage rather than the model"
-        )
-    return model
-
-
 def _refuse_options(config: Any, critic: bool) -> None:
     kind = config.model_type
-    if getattr(config, "add_cross_attention", False):
-        raise errors.ArgumentError("config.add_cross_attention is True; stages have no encoder's states to attend to")
-    if getattr(config, "use_bidirectional_attention", None):
-        raise errors.ArgumentError("config.use_bidirectional_attention is set; stages are of causal language models")
-    if getattr(config, "quantization_config", None) is not None:
-        raise errors.ArgumentError("config.quantization_config is set; stages are of models that are not quantised")
+    for name, why in _REFUSED.items():
+        if getattr(config, name, None):
+            raise errors.ArgumentError(f"config.{name} {why}")
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     if rope in ("dynamic", "longrope"):
         raise errors.ArgumentError(f"config.rope_parameters has rope_type {rope!r}, whose frequencies hang on a sequence's length")
-    if getattr(config, "reorder_and_upcast_attn", False):
-        raise errors.ArgumentError("config.reorder_and_upcast_attn is True; stages compute attention in the dtype of their layers")
     others = set(getattr(config, "layer_types", None) or ()) - _KNOWN_LAYERS
     if others:
         raise errors.ArgumentError(f"config.layer_types has {sorted(others)}; stages know {sorted(_KNOWN_LAYERS)}")
@@ -372,20 +362,8 @@ def _draw(whole: Any, part: nn.Module, name: str, seed: int) -> None:
     weight = next(part.parameters(), None)
     if weight is None:
         return
-    if weight.is_meta:
-        whole._init_weights(part)
-        return
     cuda = weight.device.type == "cuda"
     generator = torch.cuda.default_generators[weight.device.index] if cuda else torch.default_generator
-    before = generator.get_state()
-    generator.manual_seed(int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:7], "big"))
-    try:
+    with torch.random.fork_rng([weight.device] if cuda else []):
+        generator.manual_seed(int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:7], "big"))
         whole._init_weights(part)
-    finally:
-        generator.set_state(before)
-
-
-def _first(output: Any) -> Tensor:
-    """Layers of older versions of transformers return tuples."""
-    hidden: Tensor = output[0] if isinstance(output, tuple) else output
-    return hidden
