@@ -426,7 +426,7 @@ def test_a_killed_run_leaves_no_half_file_and_the_next_succeeds(tmp_path: Path, 
     """The process is stopped when it has written 1.6 of 8 MB, and again with an old checkpoint in the target's place."""
     given, out = eight_layers(tmp_path / "in", 200), tmp_path / "out"
     line = [sys.executable, "-m", "flce.engine._shard_command", str(given), str(out), "--stages", "4", "--overwrite"]
-    slow = "import time; from flce.engine import _safetensors as s; w = s.write_all; s.write_all = lambda *a: (time.sleep(.5), w(*a));"
+    slow = "import time; from flce.engine import _safetensors as s; w = s.bytes_of; s.bytes_of = lambda *a: (time.sleep(.5), w(*a))[1];"
     line[1:3] = ["-c", slow + "from flce.engine import _shard_command as c; c.main()"]
     old: list[tuple[str, int]] = []
     for number in range(2 if sent == signal.SIGKILL else 1):

@@ -7,7 +7,7 @@ import json
 import os
 import re
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,6 @@ INDEX_NAME = "model.safetensors.index.json"
 FORMAT = 1
 #: files with weights, which are converted or left behind, never copied along
 WEIGHTS = re.compile(r"\.(safetensors|safetensors\.index\.json|bin|bin\.index\.json|pt|pth|ckpt|h5|msgpack|gguf|onnx|tflite|npz)$")
-
-
 #: why an embedding and an output layer have to be equal
 TIED = "config.json ties them. Set tie_word_embeddings to false there if the model was trained with two weights"
 
@@ -37,18 +35,14 @@ class Layout:
     #: name of a tensor that was added for the last stage (or first) alone, to the name of its original
     copies: dict[str, str] = field(default_factory=dict)
 
-    def to_json(self) -> dict[str, Any]:
-        return {"format": FORMAT, "num_stages": self.num_stages, "starts": self.starts and list(self.starts), "copies": self.copies}
-
     @staticmethod
     def from_json(told: Any, index: Path) -> Layout:
-        if not isinstance(told, dict) or told.get("format") != FORMAT:
-            said = told.get("format") if isinstance(told, dict) else told
-            raise CheckpointError(f"{index}: stages of format {said!r}; this version of flce reads format {FORMAT}")
         try:
+            if told.get("format") != FORMAT:
+                raise CheckpointError(f"{index}: stages of format {told.get('format')!r}; this version of flce reads format {FORMAT}")
             starts = None if told["starts"] is None else tuple(map(int, told["starts"]))
             layout = Layout(int(told["num_stages"]), starts, dict(told["copies"]))
-        except (KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f'{index}: "flce" in its metadata is malformed: {error!r}') from error
         if starts is not None and len(starts) != layout.num_stages + 1:
             raise CheckpointError(f"{index}: {layout.num_stages} stages do not fit the layers {starts}")
@@ -80,12 +74,6 @@ class Checkpoint:
             if name not in found:
                 raise CheckpointError(f"{self.folder / file}: tensor {name!r} is not there, and the index says it is")
         return found
-
-    def stage_names(self, stage: int) -> list[str]:
-        """The tensors in the files of a stage of a sharded checkpoint."""
-        assert self.layout is not None
-        beginning = stage_prefix(stage, self.layout.num_stages)
-        return [name for name, file in self.files.items() if file.startswith(beginning)]
 
 
 def along(folder: Path) -> tuple[list[str], list[str]]:
@@ -119,7 +107,7 @@ def write_index(folder: Path, written: Iterable[tuple[str, str, int, int]], layo
     ordered = sorted(written)
     metadata: dict[str, Any] = {"total_parameters": sum(each[2] for each in ordered), "total_size": sum(each[3] for each in ordered)}
     if layout is not None:
-        metadata["flce"] = layout.to_json()
+        metadata["flce"] = {"format": FORMAT, **asdict(layout)}
     content = {"metadata": metadata, "weight_map": {name: file for name, file, *_ in ordered}}
     write_text(folder / INDEX_NAME, json.dumps(content, indent=2) + "\n")
 

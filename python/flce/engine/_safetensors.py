@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import math
@@ -58,27 +59,18 @@ class Entry:
         return hashlib.sha256(bytes_of(self.read())).hexdigest()
 
 
-def library() -> Any:
-    """The safetensors package. UnavailableError where it is not installed."""
+def read_entries(file: Path) -> list[Entry]:
+    """The tensors of a safetensors file by its header. CheckpointError for a file that is missing, unreadable, truncated or no safetensors
+    file, and for a tensor of another dtype than DTYPES has."""
     try:
         import safetensors
     except ImportError as error:
         raise errors.UnavailableError("checkpoints need the package safetensors: pip install safetensors") from error
-    return safetensors
 
-
-def read_entries(file: Path) -> list[Entry]:
-    """The tensors of a safetensors file by its header. CheckpointError for a file that is missing, unreadable, truncated or no safetensors
-    file, and for a tensor of another dtype than DTYPES has."""
-    safetensors = library()
-
-    def reader(name: str) -> Callable[[], Tensor]:
-        def read() -> Tensor:
-            with safetensors.safe_open(os.fspath(file), framework="pt") as opened:
-                tensor: Tensor = opened.get_tensor(name)
-                return tensor
-
-        return read
+    def read(name: str) -> Tensor:
+        with safetensors.safe_open(os.fspath(file), framework="pt") as opened:
+            tensor: Tensor = opened.get_tensor(name)
+            return tensor
 
     try:
         with safetensors.safe_open(os.fspath(file), framework="pt") as opened:
@@ -90,10 +82,10 @@ def read_entries(file: Path) -> list[Entry]:
         raise CheckpointError(f"{file} cannot be read: {error.strerror or error}") from error
     except safetensors.SafetensorError as error:
         raise CheckpointError(f"{file} ({file.stat().st_size} bytes) is truncated or no safetensors file: {error}") from error
-    other = next(((name, dtype) for name, dtype, _ in found if dtype not in DTYPES), None)
-    if other is not None:
-        raise CheckpointError(f"{file}: tensor {other[0]!r} is {other[1]}; known are {', '.join(DTYPES)}")
-    return [Entry(name, DTYPES[dtype], shape, reader(name)) for name, dtype, shape in found]
+    for name, dtype, _ in found:
+        if dtype not in DTYPES:
+            raise CheckpointError(f"{file}: tensor {name!r} is {dtype}; known are {', '.join(DTYPES)}")
+    return [Entry(name, DTYPES[dtype], shape, functools.partial(read, name)) for name, dtype, shape in found]
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
@@ -120,13 +112,9 @@ def write_file(target: Path, entries: Sequence[Entry]) -> None:
         offset = offsets[1]
     text = json.dumps(content, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
-    with open(target, "wb", buffering=0) as out:
-        write_all(out, memoryview(struct.pack("<Q", len(text)) + text))
+    with open(target, "wb") as out:
+        out.write(struct.pack("<Q", len(text)) + text)
         for entry in ordered:
-            write_all(out, bytes_of(entry.read()))
+            out.write(bytes_of(entry.read()))
+        out.flush()
         os.fsync(out.fileno())
-
-
-def write_all(out: Any, data: memoryview) -> None:
-    while data:
-        data = data[out.write(data) :]

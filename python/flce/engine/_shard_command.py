@@ -51,8 +51,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> NoReturn:
     made = parser()
     arguments = made.parse_args(argv)
-    source, target = arguments.source, arguments.target
-    common = {name: getattr(arguments, name) for name in ("overwrite", "dry_run")}
+    common = {name: getattr(arguments, name) for name in ("source", "target", "overwrite", "dry_run")}
     if arguments.merge and arguments.shards_per_stage:
         made.error("--shards-per-stage belongs to --stages")
     if arguments.max_shard_bytes and not arguments.merge:
@@ -60,9 +59,9 @@ def main(argv: list[str] | None = None) -> NoReturn:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # with the cleaning up that an exception does
     try:
         if arguments.merge:
-            report = merge_checkpoint(source, target, max_shard_bytes=arguments.max_shard_bytes or 5 * 10**9, **common)
+            report = merge_checkpoint(max_shard_bytes=arguments.max_shard_bytes or 5 * 10**9, **common)
         else:
-            report = shard_checkpoint(source, target, arguments.stages, shards_per_stage=arguments.shards_per_stage or 1, **common)
+            report = shard_checkpoint(num_stages=arguments.stages, shards_per_stage=arguments.shards_per_stage or 1, **common)
     except (errors.FlceError, OSError) as error:
         print(f"flce-shard-checkpoint: error: {error}", file=sys.stderr)
         sys.exit(1)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flce.engine._checkpoint_files import TIED, Checkpoint, canonical, open_checkpoint, prefix_of
+from flce.engine._checkpoint_files import TIED, Checkpoint, canonical, open_checkpoint, prefix_of, stage_prefix
 from flce.engine._safetensors import check_equal
 from flce.engine._stage import Stage
 from flce.errors import CheckpointError, DTypeError, ShapeError
@@ -75,20 +75,18 @@ def load_stage(
 def _names_in(checkpoint: Checkpoint, stage: Stage, wanted: dict[str, Tensor]) -> dict[str, str]:
     """The tensors that the checkpoint has for a stage: of the module's name, the checkpoint's."""
     plan, layout = getattr(stage, "plan", None), checkpoint.layout
-    if layout is not None and layout.num_stages != stage.num_stages:
+    if layout is not None and (layout.num_stages != stage.num_stages or (plan and layout.starts and tuple(plan.starts) != layout.starts)):
         raise CheckpointError(
-            f"{checkpoint.folder} is cut into {layout.num_stages} stages, and the stage is one of {stage.num_stages}. Cut it again: "
+            f"{checkpoint.folder} is cut into {layout.num_stages} stages, whose layers start at {layout.starts}, and the stage is one of "
+            f"{stage.num_stages}, whose layers start at {plan and plan.starts}. Cut it again: "
             f"flce-shard-checkpoint {checkpoint.folder} {checkpoint.folder}-{stage.num_stages} --stages {stage.num_stages}"
         )
-    if layout is not None and plan is not None and layout.starts is not None and tuple(plan.starts) != layout.starts:
-        raise CheckpointError(
-            f"{checkpoint.folder} has stages whose layers start at {list(layout.starts[:-1])}, and the stage's plan has "
-            f"{list(plan.starts[:-1])} ({layout.starts[-1]} and {plan.starts[-1]} layers in all). Cut it again with this version of flce"
-        )
+    if plan is None and layout is not None:
+        beginning = stage_prefix(stage.stage, layout.num_stages)
+        return {name: name for name, file in checkpoint.files.items() if file.startswith(beginning)}
     if plan is None:
-        layers = {match[0] for name in wanted if (match := re.match(r".*?\.\d+\.", name))}
-        own = checkpoint.stage_names(stage.stage) if layout is not None else checkpoint.files
-        return {name: name for name in own if layout is not None or name in wanted or name.startswith(tuple(layers))}
+        layers = tuple(match[0] for name in wanted if (match := re.match(r".*?\.\d+\.", name)))
+        return {name: name for name in checkpoint.files if name in wanted or name.startswith(layers)}
     prefix = prefix_of(plan.names, checkpoint.files)
     names = {canonical(prefix, name): name for name in checkpoint.files}
     if plan.tied:

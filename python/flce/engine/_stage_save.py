@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
 
 from flce.engine._checkpoint_files import Layout, along, files_of_stage, write_index
 from flce.engine._collective import gather, step, write_together
@@ -86,29 +85,22 @@ class Part:
     tied_digest: str | None
 
 
-def _entries_of(stage: Stage) -> list[Entry]:
-    """A stage's part of the model's state_dict: a weight that has two names there, as a tied one of a lone stage, under the first."""
-    found: dict[int, tuple[str, Tensor]] = {}
+def _part_of(stage: Stage, num_files: int) -> tuple[Part, dict[str, list[Entry]]]:
+    """Facts of a stage, and its files: a weight that has two names, as a tied one of a lone stage, has the first of them there."""
+    names: dict[int, str] = {}
+    entries = []
     for name, tensor in stage.state_dict(keep_vars=True).items():
         if type(tensor).__name__ == "DTensor":
             raise ArgumentError(f"{name!r} of stage {stage.stage} is sharded over ranks (DTensor); gather it before it is saved")
         if tensor.is_meta or tensor.dtype not in NAMES_OF_DTYPES:
             raise ArgumentError(f"{name!r} of stage {stage.stage} is {tensor.dtype} on {tensor.device}; it cannot be saved")
-        found.setdefault(id(tensor), (name, tensor.detach()))
-    return [
-        Entry(name, tensor.dtype, tuple(tensor.shape), lambda tensor=tensor: tensor)  # type: ignore[misc]
-        for name, tensor in found.values()
-    ]
-
-
-def _part_of(stage: Stage, num_files: int) -> tuple[Part, dict[str, list[Entry]]]:
-    """Facts of a stage, and its files."""
-    entries, tied, plan = _entries_of(stage), stage.tied_weight, getattr(stage, "plan", None)
-    name = None if tied is None else next(n for n, t in stage.state_dict(keep_vars=True).items() if t is tied)
-    digest = next((entry.digest() for entry in entries if entry.name == name), None)
+        if names.setdefault(id(tensor), name) == name:
+            entries.append(Entry(name, tensor.dtype, tuple(tensor.shape), tensor.detach))
+    tied, plan = names.get(id(stage.tied_weight)), getattr(stage, "plan", None)
+    digest = next((entry.digest() for entry in entries if entry.name == tied), None)
     files = files_of_stage(stage.stage, stage.num_stages, entries, num_files)
     tensors = tuple((e.name, file, e.num_elements, e.num_bytes) for file, held in files.items() for e in held)
-    return Part(stage.stage, stage.num_stages, plan and tuple(plan.starts), tensors, name, digest), files
+    return Part(stage.stage, stage.num_stages, plan and tuple(plan.starts), tensors, tied, digest), files
 
 
 def layout_of(parts: Sequence[Part]) -> Layout:

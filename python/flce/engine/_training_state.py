@@ -19,7 +19,8 @@ from torch import Tensor
 
 from flce.core import checks
 from flce.engine._checkpoint_files import read_json
-from flce.engine._collective import Group, gather, rank_of, size_of, step, write_together
+from flce.engine._collective import Group, gather, rank_of, size_of, write_together
+from flce.engine._collective import step as agreed
 from flce.engine._replacement import present, replace_text, write_text
 from flce.engine._stage import Stage
 from flce.errors import ArgumentError, CheckpointError
@@ -81,7 +82,15 @@ def save_state(engine: Trained, directory: str | os.PathLike[str], step: int, *,
     def prepare() -> dict[str, Any]:
         checks.integer("step", step, 0)
         checks.integer("keep", keep, 1)
-        return _content_of(engine, step, extra)
+        return {
+            "step": step,
+            "version_steps": engine.version_steps,
+            "description": _description(engine),
+            "stages": {stage.stage: {name: _own(tensor) for name, tensor in stage.state_dict().items()} for stage in engine.stages},
+            "states": [None if part is None else part.state_dict() for part in (engine.optimizer, engine.lr_scheduler)],
+            "random": _random_state(engine),
+            "extra": extra,
+        }
 
     content = agreed(groups, prepare)
     _check_alike(groups, step, ArgumentError, "ranks save different steps")
@@ -156,9 +165,6 @@ def _check_alike(groups: Sequence[Group], value: Any, kind: type[Exception], wor
     agreed(groups, check)
 
 
-agreed = step  # `step` is an argument's name as well
-
-
 def name_of(number: int) -> str:
     return f"step-{number:08d}"
 
@@ -194,18 +200,6 @@ def _description(engine: Trained) -> dict[str, Any]:
     parts = {name: None if kind is type(None) else f"{kind.__module__}.{kind.__qualname__}" for name, kind in kinds.items()}
     names = {f"optimizer group {number}": str(names) for number, names in enumerate(_names_of_groups(engine))}
     return _shape_of(engine) | tensors | parts | names
-
-
-def _content_of(engine: Trained, step: int, extra: Any) -> dict[str, Any]:
-    return {
-        "step": step,
-        "version_steps": engine.version_steps,
-        "description": _description(engine),
-        "stages": {stage.stage: {name: _own(tensor) for name, tensor in stage.state_dict().items()} for stage in engine.stages},
-        "states": [None if part is None else part.state_dict() for part in (engine.optimizer, engine.lr_scheduler)],
-        "random": _random_state(engine),
-        "extra": extra,
-    }
 
 
 def _own(tensor: Tensor) -> Tensor:
