@@ -194,14 +194,13 @@ def test_names_of_torch_that_the_engine_relies_on_are_there() -> None:
 
 
 def test_a_torch_that_nothing_fits_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(flce.UnavailableError, match=f"torch {re.escape(torch.__version__)} has a torch.distributed.pipelining that"):
-        _transport._states_of(object)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         monkeypatch.setattr(_transport, "_STATES", "_renamed")
         ids, cu_seqlens = batch_of(0, [3, 4])
         engine = PipelineEngine(ToyStage(0, 1))
-        with pytest.raises(flce.UnavailableError, match=r"does not know.*its stages have no _renamed"):
+        said = f"torch {re.escape(torch.__version__)} has a torch.distributed.pipelining that .* does not know.*its stages have no _renamed"
+        with pytest.raises(flce.UnavailableError, match=said):
             engine.forward(ids, cu_seqlens)
         monkeypatch.undo()
         assert engine.forward(ids, cu_seqlens) is not None

@@ -86,8 +86,8 @@ class Agreement:
     """The ranks of one pipeline.
 
     group: theirs. stages: the numbers of each rank's stages, by its rank in the group. num_embeddings: how many ids the first stage takes;
-    None where that is not known. shared: a name that all data-parallel copies of the pipeline have, under which the first failure of any is
-    kept.
+    None where that is not known. shared: ranks of one of the pipeline's data-parallel copies, under whose name all of them keep the first
+    failure of any.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -99,13 +99,10 @@ class Agreement:
         self.num_embeddings: int | None = None
         self._store: Any = None
 
-    @property
-    def name(self) -> str:
-        return "-".join(map(str, self.ranks))
-
-    def open_store(self, shared: str) -> None:
-        _made[shared] = _made.get(shared, 0) + 1
-        self._store = distributed_c10d.PrefixStore(f"flce/engine/{shared}/{_made[shared]}", distributed_c10d._get_default_store())
+    def open_store(self, shared: Sequence[int]) -> None:
+        name = "-".join(map(str, shared))
+        _made[name] = _made.get(name, 0) + 1
+        self._store = distributed_c10d.PrefixStore(f"flce/engine/{name}/{_made[name]}", distributed_c10d._get_default_store())
 
     def says(self, rank: int) -> str:
         """A rank by its stages."""

@@ -81,12 +81,8 @@ def generate(
         seed: of sampling. One seed gives a sequence one noise with any number of stages and microbatches. None: drawn from torch's
             generator of the CPU on the last stage.
 
-    Returns:
-        tokens [B, L] int64, logprobs [B, L] fp32, lengths [B] int64 on the last stage; None on others.
-
-    Raises:
-        ArgumentError: arguments that nothing can be generated from, with name and value. PipelineError: logits of a sequence are not finite
-        (the engine goes on afterwards), or a stage has failed.
+    Returns `Generated` on the last stage, None on others. Raises ArgumentError: arguments that nothing can be generated from, with name and
+    value. PipelineError: logits of a sequence are not finite (the engine goes on afterwards), or a stage has failed.
     """
     stage = engine.stages[0]
     made: list[_Pipeline] = []
@@ -105,10 +101,7 @@ def generate(
         number = min(engine.num_micro_batches, len(lengths)) if num_micro_batches is None else num_micro_batches
         # Balanced by what the caches hold.
         starts = _microbatches.cut([length + config.max_new_tokens for length in lengths], number)
-        _check_context(stage, lengths, config)
-        _check_seed(seed)
-        if stage.is_last:
-            _check_head(stage, ends)
+        _check(stage, lengths, config, ends, seed)
         engine._check_within(packed_input_ids, lengths)
         cut = _microbatches.split(packed_input_ids, lengths, starts, engine.device, {}, {})
         parts = [_Part(part, stage, config) for part in cut]
@@ -120,7 +113,8 @@ def generate(
         return made[0].run()
 
 
-def _check_context(stage: Stage, lengths: Sequence[int], config: GenerationConfig) -> None:
+def _check(stage: Stage, lengths: Sequence[int], config: GenerationConfig, ends: Sequence[int], seed: Any) -> None:
+    """ArgumentError, DTypeError for what cannot be generated. The last stage alone knows the vocabulary."""
     context = getattr(getattr(stage, "config", None), "max_position_embeddings", None)
     longest = max(lengths)
     if context is not None and longest + config.max_new_tokens > context:
@@ -128,19 +122,12 @@ def _check_context(stage: Stage, lengths: Sequence[int], config: GenerationConfi
             f"sequence {lengths.index(longest)} has {longest} tokens, and max_new_tokens is {config.max_new_tokens}; together they must "
             f"be at most {context}, the model's max_position_embeddings"
         )
-
-
-def _check_seed(seed: Any) -> None:
-    if seed is None:
-        return
-    if isinstance(seed, bool) or not isinstance(seed, int):
+    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
         raise errors.DTypeError(f"seed is {seed!r}; it must be an integer or None")
-    if not -(1 << 63) <= seed < 1 << 64:
+    if seed is not None and not -(1 << 63) <= seed < 1 << 64:
         raise errors.ArgumentError(f"seed is {seed}; it must have 64 bits")
-
-
-def _check_head(stage: Stage, ends: Sequence[int]) -> None:
-    """The last stage alone knows the vocabulary."""
+    if not stage.is_last:
+        return
     vocab_size = vocab_size_of((stage,))
     if vocab_size is None:
         raise errors.ArgumentError(
@@ -250,8 +237,7 @@ class _Pipeline:
     def _choose(self, part: _Part, hidden: Tensor, position: int) -> Tensor:
         """The answer to a microbatch whose sequences' last rows are hidden [n, hidden_size]."""
         stage = self._stage
-        assert stage.head is not None
-        output = HeadOutput(hidden, stage.head, stage.logit_scale, stage.softcap, options=self._head_options)
+        output = HeadOutput.of(stage, hidden, None, self._head_options)
         tokens = self._sampler(output.logits().float(), part.numbers, position)
         logprobs = output.logprobs(tokens.clamp(min=0), self._config.temperature, shift=0)
         self._tokens[part.numbers, position], self._logprobs[part.numbers, position] = tokens, logprobs

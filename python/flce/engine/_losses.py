@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,23 +19,15 @@ LossFunction = Callable[..., tuple[Tensor, Any]]
 TokenCount = Callable[..., "Tensor | int"] | Tensor | None
 
 
-@dataclass
-class Counts:
-    """How many tokens each microbatch's loss is a mean over. given: whether the caller said so; else tokens with a target one row on were
-    counted. total: of all microbatches, on all data-parallel ranks where a batch is trained on."""
-
-    numbers: list[int]
-    given: bool
-    total: int = 0
-
-
 class Losses:
-    """counts: None for a mean of means."""
+    """counts: how many tokens each microbatch's loss is a mean over; None for a mean of means. given: whether the caller said so; else
+    tokens with a target one row on were counted. total: of all microbatches, on all data-parallel ranks where a batch is trained on."""
 
-    def __init__(self, loss_fn: LossFunction, microbatches: Sequence[Microbatch], counts: Counts | None) -> None:
-        self._loss_fn = loss_fn
-        self._microbatches = microbatches
-        self.counts = counts
+    def __init__(
+        self, loss_fn: LossFunction, microbatches: Sequence[Microbatch], counts: Sequence[int] | None, given: bool, total: int
+    ) -> None:
+        self._loss_fn, self._microbatches = loss_fn, microbatches
+        self._counts, self._given, self._total = counts, given, total
         self._losses: list[Tensor] = []
         self._stats: list[Any] = []
 
@@ -56,28 +47,25 @@ class Losses:
             )
         loss = loss.reshape(())
         self._stats.append(tree_map_only(Tensor, Tensor.detach, stats))  # a graph in them would keep what backward lets go
-        if self.counts is None:
+        if self._counts is None:
             self._losses.append(loss.detach().float())
             return loss / len(self._microbatches)
-        count = self.counts.numbers[microbatch.number]
-        if not self.counts.given:
-            self._check_counted(output, whole=len(self._microbatches) == 1 and self.counts.total == count)
+        count = self._counts[microbatch.number]
+        if not self._given:
+            over = None if len(self._microbatches) == 1 and self._total == count else output.mean_over
+            if over is None and output.shifts - {1}:
+                over = f"labels with shift={', '.join(map(str, sorted(output.shifts)))}"
+            if over is not None:
+                raise errors.ArgumentError(
+                    f"loss_fn took a mean over {over}, and normalize='tokens' weighs microbatches by their numbers of tokens with a target "
+                    "one row on, so that the losses would not add up to the batch's mean; give token_count=, or have "
+                    "normalize='micro_batches'"
+                )
         if count == 0:  # a mean over nothing may be NaN
             self._losses.append(torch.zeros_like(loss, dtype=torch.float32).detach())
             return (output.hidden * 0.0).sum()
         self._losses.append(loss.detach().float())
-        return loss * (count / max(self.counts.total, 1))
-
-    def _check_counted(self, output: HeadOutput, whole: bool) -> None:
-        """ArgumentError where the loss is a mean over something else than what was counted."""
-        over = output.mean_over if not whole else None
-        if over is None and output.shifts - {1}:
-            over = f"labels with shift={', '.join(map(str, sorted(output.shifts)))}"
-        if over is not None:
-            raise errors.ArgumentError(
-                f"loss_fn took a mean over {over}, and normalize='tokens' weighs microbatches by their numbers of tokens with a target one "
-                "row on, so that the losses would not add up to the batch's mean; give token_count=, or have normalize='micro_batches'"
-            )
+        return loss * (count / max(self._total, 1))
 
     def first_nonfinite(self) -> int | None:
         """The first microbatch whose loss is not finite. Waits for the device."""
@@ -86,9 +74,9 @@ class Losses:
 
     def result(self) -> tuple[Tensor, list[Any]]:
         stacked = torch.stack(self._losses)
-        if self.counts is None:
+        if self._counts is None:
             return stacked.mean(), self._stats
-        counts = torch.tensor(self.counts.numbers, dtype=torch.float32, device=stacked.device)
+        counts = torch.tensor(self._counts, dtype=torch.float32, device=stacked.device)
         return (stacked * counts).sum() / counts.sum().clamp(min=1), self._stats
 
 
@@ -98,7 +86,7 @@ def counts_of(
     lengths: Sequence[int],
     kinds: Mapping[str, str],
     vocab_size: int | None,
-) -> Counts:
+) -> list[int]:
     """vocab_size: of the head, None on ranks without it and for a critic. ArgumentError, ShapeError for a token_count that does not say."""
     if isinstance(token_count, Tensor):
         if token_count.dim() != 1 or token_count.shape[0] != len(lengths):
@@ -113,14 +101,13 @@ def counts_of(
         found = [token_count(packed_input_ids=m.input_ids, cu_seqlens=m.batch.cu_seqlens, **m.kwargs) for m in microbatches]
     else:
         found = [_targets_of(m, kinds, vocab_size) for m in microbatches]
-    return Counts([_whole(number, microbatch) for microbatch, number in zip(microbatches, found, strict=True)], token_count is not None)
-
-
-def _whole(number: Any, microbatch: Microbatch) -> int:
-    given = number.item() if isinstance(number, Tensor) and number.numel() == 1 else number
-    if isinstance(given, bool) or not isinstance(given, (int, float)) or not math.isfinite(given) or given < 0 or given != int(given):
-        raise errors.ArgumentError(f"token_count gives {given} tokens for {microbatch}; it must give a whole number, 0 or more")
-    return int(given)
+    counts = []
+    for microbatch, number in zip(microbatches, found, strict=True):
+        given = number.item() if isinstance(number, Tensor) and number.numel() == 1 else number
+        if isinstance(given, bool) or not isinstance(given, (int, float)) or not math.isfinite(given) or given < 0 or given != int(given):
+            raise errors.ArgumentError(f"token_count gives {given} tokens for {microbatch}; it must give a whole number, 0 or more")
+        counts.append(int(given))
+    return counts
 
 
 def _targets_of(microbatch: Microbatch, kinds: Mapping[str, str], vocab_size: int | None) -> Tensor | int:

@@ -30,9 +30,7 @@ class Microbatch:
 
     def __str__(self) -> str:
         first, last = self.sequences[0], self.sequences[-1]
-        return (
-            f"microbatch {self.number} (sequence {first})" if first == last else f"microbatch {self.number} (sequences {first} to {last})"
-        )
+        return f"microbatch {self.number} ({f'sequence {first}' if first == last else f'sequences {first} to {last}'})"
 
 
 def lengths_of(packed_input_ids: Any, cu_seqlens: Any) -> tuple[int, ...]:

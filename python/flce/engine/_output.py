@@ -61,7 +61,7 @@ class HeadOutput:
         self._options = dict(options or {})
 
     @staticmethod
-    def of(stage: Stage, hidden: Tensor, cu_seqlens: Tensor, options: Mapping[str, Any] | None = None) -> HeadOutput:
+    def of(stage: Stage, hidden: Tensor, cu_seqlens: Tensor | None, options: Mapping[str, Any] | None = None) -> HeadOutput:
         assert stage.head is not None
         return HeadOutput(hidden, stage.head, stage.logit_scale, stage.softcap, cu_seqlens, options)
 

@@ -91,9 +91,8 @@ class PipelineEngine:
             self.stages = _setup.stages_of(stage)
             self.num_stages = self.stages[0].num_stages
             self.schedule = checks.choice("schedule", schedule, tuple(_schedules.SCHEDULES))
-            self.num_micro_batches = (
-                self.num_stages if num_micro_batches is None else checks.integer("num_micro_batches", num_micro_batches, 1)
-            )
+            number = self.num_stages if num_micro_batches is None else num_micro_batches
+            self.num_micro_batches = checks.integer("num_micro_batches", number, 1)
             self.normalize = checks.choice("normalize", normalize, ("micro_batches", "tokens"))
             self.nonfinite = checks.choice("nonfinite", nonfinite, ("raise", "skip"))
             self.max_grad_norm = _setup.norm(max_grad_norm)
@@ -163,8 +162,7 @@ class PipelineEngine:
             num_micro_batches: of this batch; at most its number of sequences.
             token_count: with normalize="tokens": what a microbatch's loss is a mean over. A function of (packed_input_ids, cu_seqlens,
                 **kwargs) that returns the number for a microbatch, or a tensor [B] of each sequence's. None: tokens that have a target one
-                row on, by the keyword `labels` (not -100, and in the vocabulary) or else `loss_mask` (not 0) where there is one, packed as
-                the ids or as targets are; else every token but a sequence's first. A loss that scores labels with another shift, or is a
+                row on, by the keyword `labels` or else `loss_mask` (docs/engine.md). A loss that scores labels with another shift, or is a
                 mean over weights, needs it.
             loss_fn_kwargs: for loss_fn. Tensors are split by their first dimension: T, as tokens are; T - B, as those tokens are that have
                 a next one in their sequence; B, as sequences are. All else is given to each microbatch as it is.
@@ -291,9 +289,9 @@ class PipelineEngine:
         rows: Mapping[str, str] | None,
         token_count: _losses.TokenCount | bool = False,
         check: Callable[[], Any] = lambda: None,
-    ) -> _losses.Counts | None:
+    ) -> list[int] | None:
         """Cuts the batch, and sees that every rank was called with the same. Returns the microbatches' counted tokens, where asked for."""
-        counts: _losses.Counts | None = None
+        counts: list[int] | None = None
         train = kind.startswith("train")
         wanted = self.num_micro_batches if num_micro_batches is None else num_micro_batches
 
@@ -336,9 +334,8 @@ class PipelineEngine:
         with self._watching(), torch.set_grad_enabled(train):
             kind = "train_batch" if train else "eval_batch"
             counts = self._prepare(kind, ids, cu_seqlens, number, kwargs, rows, token_count if by_tokens else False, check)
-            if counts is not None:
-                counts.total = _step.total_of(self, counts.numbers, train)
-            self._losses = _losses.Losses(loss_fn, list(self._microbatches), counts)
+            total = 0 if counts is None else _step.total_of(self, counts, train)
+            self._losses = _losses.Losses(loss_fn, list(self._microbatches), counts, token_count is not None, total)
             if train:
                 _step.clear_gradients(self)
             self._run(train, None if train else self._loss_of)

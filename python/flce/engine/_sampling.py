@@ -76,16 +76,11 @@ class GenerationConfig:
             raise errors.DTypeError(
                 f"tokenizer is a {type(tokenizer).__name__}; it must have eos_token_id and pad_token_id, or be None. The config is gconfig="
             )
-        ends, pad = self.eos_token_ids, self.pad_token_id
-        if not ends:
-            ends = _token_ids("tokenizer.eos_token_id", getattr(tokenizer, "eos_token_id", None))
-        if pad is None:
-            pad = getattr(tokenizer, "pad_token_id", None)
-            if pad is not None:
-                checks.integer("tokenizer.pad_token_id", pad, 0)
-        if pad is None:
-            pad = ends[0] if ends else 0
-        return ends, pad
+        ends = self.eos_token_ids or _token_ids("tokenizer.eos_token_id", getattr(tokenizer, "eos_token_id", None))
+        pad = self.pad_token_id
+        if pad is None and getattr(tokenizer, "pad_token_id", None) is not None:
+            pad = checks.integer("tokenizer.pad_token_id", tokenizer.pad_token_id, 0)  # type: ignore[union-attr]
+        return ends, next(iter(ends), 0) if pad is None else pad
 
 
 def _token_ids(name: str, value: Any) -> tuple[int, ...]:

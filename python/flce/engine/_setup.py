@@ -22,8 +22,6 @@ from flce.engine._stage import Stage
 if TYPE_CHECKING:
     from flce.engine._pipeline_engine import PipelineEngine
 
-_OLDEST_TORCH = (2, 11)
-
 
 @dataclass(frozen=True)
 class Tied:
@@ -36,11 +34,8 @@ class Tied:
 
 
 def check_torch() -> None:
-    version = tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:2])
-    if version < _OLDEST_TORCH:
-        raise errors.UnavailableError(
-            f"PipelineEngine needs torch {'.'.join(map(str, _OLDEST_TORCH))} or newer; this is {torch.__version__}"
-        )
+    if tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) < (2, 11):
+        raise errors.UnavailableError(f"PipelineEngine needs torch 2.11 or newer; this is {torch.__version__}")
     if not dist.is_available() or not dist.is_initialized():
         raise errors.ArgumentError("PipelineEngine needs torch.distributed: call torch.distributed.init_process_group() first (torchrun)")
 
@@ -86,12 +81,15 @@ def meet(engine: PipelineEngine, error: Exception | None) -> tuple[Agreement, Ti
     def alone() -> tuple[Any, ...]:
         if error is not None:
             raise error
+        numbers = tuple(stage.stage for stage in engine.stages)
+        _schedules.check_placement(engine.schedule, numbers, engine.num_stages, agreement.rank, len(agreement.ranks))
         settings = {stage.stage: _settings_of(engine, stage) for stage in engine.stages}
-        _schedules.check_placement(engine.schedule, tuple(settings), engine.num_stages, agreement.rank, len(agreement.ranks))
         stepping = stepping_of(engine)
         bits = [int(checksum(parameter)) for parameter in engine.parameters()]
         ids = (next((stage.num_embeddings for stage in engine.stages if stage.is_first), None), vocab_size_of(engine.stages))
-        return settings, _tied_of(engine, stepping), ids, (stepping.copy, bits)
+        weights = _tied_weights(engine).items()
+        tied = {stage: (tuple(weight.shape), str(weight.dtype), stepping.tied, int(checksum(weight))) for stage, weight in weights}
+        return settings, tied, ids, (stepping.copy, bits)
 
     told = gather(engine.pipeline_group, step(groups, alone, errors.PipelineError))
     agreement.stages = [tuple(settings) for settings, *_ in told]
@@ -103,9 +101,9 @@ def meet(engine: PipelineEngine, error: Exception | None) -> tuple[Agreement, Ti
         return _check_tied(engine, agreement, {stage: facts for _, tied, *_ in told for stage, facts in tied.items()})
 
     tied = step(groups, together, errors.PipelineError)
-    of_copies = [] if copies is None else gather(copies, (told[agreement.rank][-1], agreement.name))
+    of_copies = [] if copies is None else gather(copies, (told[agreement.rank][-1], agreement.ranks))
     step(groups, lambda: _check_copies(agreement, [facts for facts, _ in of_copies]), errors.PipelineError)
-    agreement.open_store(min((name for _, name in of_copies), default=agreement.name))
+    agreement.open_store(min((ranks for _, ranks in of_copies), default=agreement.ranks))
     return agreement, tied
 
 
@@ -165,32 +163,22 @@ def _tied_weights(engine: PipelineEngine) -> dict[int, nn.Parameter]:
     return {stage.stage: stage.tied_weight for stage in engine.stages if stage.num_stages > 1 and stage.tied_weight is not None}
 
 
-def _tied_of(engine: PipelineEngine, stepping: Stepping) -> dict[int, tuple[Any, ...]]:
-    """Facts of a tied weight by stage: shape, dtype, settings of the step, and a checksum of the bits."""
-    weights = _tied_weights(engine).items()
-    return {stage: (tuple(weight.shape), str(weight.dtype), stepping.tied, int(checksum(weight))) for stage, weight in weights}
-
-
 def _check_tied(engine: PipelineEngine, agreement: Agreement, found: dict[int, tuple[Any, ...]]) -> Tied:
-    if not found:
-        return Tied()
     last = engine.num_stages - 1
-    if set(found) != {0, last}:
+    if found and set(found) != {0, last}:
         raise errors.ArgumentError(
             f"tied_weight is set on the stages {sorted(found)}; the first (0) and the last ({last}) have copies of one parameter, or "
             "none has"
         )
-    if found[0] != found[last]:
+    if found and found[0] != found[last]:
         names = ("shape", "dtype", "requires_grad or options of the optimizer", "values")
         what = ", ".join(name for name, one, other in zip(names, found[0], found[last], strict=True) if one != other)
         raise errors.PipelineError(
             f"tied_weight of stage 0 and of stage {last} differ in {what}; they must be copies of one parameter", last
         )
-    own = next(iter(_tied_weights(engine).items()), None)
-    if own is None:
-        return Tied()
-    stage, weight = own
-    return Tied(weight, agreement.ranks[0 if stage else -1], stage == last)
+    for stage, weight in _tied_weights(engine).items():
+        return Tied(weight, agreement.ranks[0 if stage else -1], stage == last)
+    return Tied()
 
 
 def _check_copies(agreement: Agreement, told: Sequence[tuple[int, list[int]]]) -> None:

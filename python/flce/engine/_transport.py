@@ -18,18 +18,8 @@ from flce.engine._microbatches import Microbatch
 from flce.engine._packed import PackedBatch
 from flce.engine._stage import Stage
 
-_UNKNOWN = f"torch {torch.__version__} has a torch.distributed.pipelining that PipelineEngine does not know (2.11 to 2.15 are tested)"
-
-
-def _states_of(stage: type) -> str:
-    """The attribute in which torch's stages keep microbatches that have gone forward, by what else they have: of 2.15, of 2.11 to 2.14."""
-    for name, states in (("release_fwd_send_outputs", "_forward_chunk_states"), ("_get_init_p2p_neighbors_ops", "fwd_cache")):
-        if hasattr(stage, name):
-            return states
-    raise errors.UnavailableError(_UNKNOWN)
-
-
-_STATES = _states_of(PipelineStage)
+# The attribute in which torch's stages keep microbatches that have gone forward, by what else they have: of 2.15, of 2.11 to 2.14.
+_STATES = "_forward_chunk_states" if hasattr(PipelineStage, "release_fwd_send_outputs") else "fwd_cache"
 
 
 def on_device(group: dist.ProcessGroup | None) -> bool:
@@ -100,20 +90,19 @@ class EngineStage(PipelineStage):  # type: ignore[misc]
         )
         missing = [name for name in (_STATES, "args_recv_info", "grad_recv_info", "bwd_cache") if not hasattr(self, name)]
         if missing:
-            raise errors.UnavailableError(f"{_UNKNOWN}: its stages have no {', '.join(missing)}")
+            raise errors.UnavailableError(
+                f"torch {torch.__version__} has a torch.distributed.pipelining that PipelineEngine does not know (2.11 to 2.15 are "
+                f"tested): its stages have no {', '.join(missing)}"
+            )
         self._through_host = through_host(device, group)
         self._computes_on = device
 
     # torch's own checks (the first two are 2.11's to 2.14's) want one shape of all microbatches; StageModule checks each one's.
 
-    def _validate_fwd_input(self, args: Any, kwargs: Any) -> None:
+    def _validate_fwd_input(self, *_: Any, **__: Any) -> None:
         pass
 
-    def _validate_fwd_outputs(self, outputs: Any) -> None:
-        pass
-
-    def _validate_stage_tensors(self, desc: str, expected: Any, actual: Any) -> None:
-        pass
+    _validate_fwd_outputs = _validate_stage_tensors = _validate_fwd_input
 
     def _new(self, number: int) -> Tensor:
         tokens = self.submod.microbatches[number].batch.num_tokens
