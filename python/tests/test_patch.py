@@ -442,28 +442,6 @@ def test_with_an_encoder(kind: str) -> None:
     assert torch.equal(mine.generate(given["input_ids"], **options), own.generate(given["input_ids"], **options))
 
 
-class WritesOverLabels(transformers.T5ForConditionalGeneration):  # type: ignore[misc,name-defined]
-    """Shifts as FSMT does: labels that are ignored become padding in the caller's own memory, and a row of them alone has no end."""
-
-    def prepare_decoder_input_ids_from_labels(self, labels: torch.Tensor) -> torch.Tensor:
-        if (labels == -100).all(dim=1).any():
-            raise RuntimeError("index -1 is out of bounds")
-        labels.masked_fill_(labels == -100, self.config.pad_token_id)
-        return self._shift_right(labels)  # type: ignore[no-any-return]
-
-
-def test_labels_that_a_model_would_write_over() -> None:
-    own = WritesOverLabels(encoder_decoder("t5").config).train()
-    mine = flce.patch(copy.deepcopy(own))
-    labels = batch()["labels"].index_fill(1, torch.tensor([0, 2]), -100)
-    before = labels.clone()
-    for _ in range(2):
-        torch.testing.assert_close(mine(**batch() | {"labels": labels}).loss, own(**batch() | {"labels": labels}).loss)
-        assert torch.equal(labels, before)
-    with pytest.raises(flce.ArgumentError, match="makes no decoder_input_ids of them"):
-        mine(**batch() | {"labels": labels.index_fill(0, torch.tensor([1]), -100)})
-
-
 class WithoutPreparation(transformers.T5ForConditionalGeneration):  # type: ignore[misc,name-defined]
     prepare_decoder_input_ids_from_labels = property()
 

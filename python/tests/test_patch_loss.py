@@ -25,6 +25,7 @@ pytest.importorskip("accelerate")
 
 from rank_support import generator  # noqa: E402
 from test_huggingface import VOCAB_SIZE, tiny_model  # noqa: E402
+from test_patch import encoder_decoder  # noqa: E402
 
 ON_DEVICE = True
 
@@ -471,3 +472,25 @@ def test_no_number_is_like_no_number_alone() -> None:
     assert _own_loss._alike(nan, nan)
     assert not _own_loss._alike(nan, 1.0) and not _own_loss._alike(1.0, nan)
     assert _own_loss._alike(1.0, 1.0 + 5e-6) and not _own_loss._alike(1.0, 1.0 + 2e-5)
+
+
+class WritesOverLabels(transformers.T5ForConditionalGeneration):  # type: ignore[misc,name-defined]
+    """Shifts as FSMT does: labels that are ignored become padding in the caller's own memory, and a row of them alone has no end."""
+
+    def prepare_decoder_input_ids_from_labels(self, labels: torch.Tensor) -> torch.Tensor:
+        if (labels == -100).all(dim=1).any():
+            raise RuntimeError("index -1 is out of bounds")
+        labels.masked_fill_(labels == -100, self.config.pad_token_id)
+        return self._shift_right(labels)  # type: ignore[no-any-return]
+
+
+def test_labels_that_a_model_would_write_over() -> None:
+    own = WritesOverLabels(encoder_decoder("t5").config).train()
+    mine = flce.patch(copy.deepcopy(own))
+    labels = batch()["labels"].index_fill(1, torch.tensor([0, 2]), -100)
+    before = labels.clone()
+    for _ in range(2):
+        torch.testing.assert_close(mine(**batch() | {"labels": labels}).loss, own(**batch() | {"labels": labels}).loss)
+        assert torch.equal(labels, before)
+    with pytest.raises(flce.ArgumentError, match="makes no decoder_input_ids of them"):
+        mine(**batch() | {"labels": labels.index_fill(0, torch.tensor([1]), -100)})
