@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
 
 from flce import errors
-from flce.call import _call, _heads
+from flce.call import _call, _depths, _heads
 from flce.call._arguments import check_one_divisor, check_teacher
 from flce.call._options import call_options, number, parameters_of, taken_by, way_of
 from flce.call._targets import check_ignore_index, refuse_impossible_teachers, targets_of
@@ -97,14 +97,18 @@ def linear_cross_entropy(
 def linear_cross_entropy(
     hidden: Tensor, weight: _Head, target: Tensor, **options: Unpack[_signatures.CrossEntropyOrMore]
 ) -> Tensor | tuple[Tensor, ...]: ...
+@overload
+def linear_cross_entropy(
+    hidden: Sequence[Tensor], weight: _Head, target: Tensor | Sequence[Tensor], **options: Unpack[_signatures.CrossEntropyOfSeveral]
+) -> tuple[Any, ...]: ...
 @_signed
-def linear_cross_entropy(hidden: Tensor, weight: _Head, target: Tensor, **options: Any) -> Any:
+def linear_cross_entropy(hidden: Any, weight: _Head, target: Any, **options: Any) -> Any:
     """Cross entropy of softcap(logit_scale · (hidden · weightᵀ + bias)) / temperature against target, plus z_loss · lse² a token,
     without the logits in memory.
 
     Args:
         hidden: [..., D] fp32, bf16 or fp16, on the CPU or a CUDA device. Made contiguous if it is not. D not a multiple of 8 is padded (a
-            copy of hidden and weight).
+            copy of hidden and weight). Or a list of such tensors, for several losses of one weight: see below.
         weight: [V, D], of hidden's dtype, or fp32 beside 16-bit hidden states (kernels round it as they read it, within the limit; its
             gradient is fp32). The view `w.t()` of a contiguous [D, V] is taken as it lies. Or a plain torch.nn.Linear, whose weight and
             bias are taken; layers of other classes, and with hooks, are an ArgumentError.
@@ -163,8 +167,18 @@ def linear_cross_entropy(hidden: Tensor, weight: _Head, target: Tensor, **option
             whose own layer before this one adds up the ranks' parts (Megatron's copy-to-region). A DTensor hidden gets a Partial gradient.
             Not with sequence_parallel or reduce_dtype.
 
+    Several hidden states on one weight (multi-token prediction, deep supervision): hidden is a list, target a list of targets or one that
+    all have, and rows of all of them are one call, so that weight is read and its gradient written once. reduction, num_valid_tokens,
+    temperature, token_weight, shift and cu_seqlens are one for all, or a list. One target takes a list of shifts: [1, 2] where depth d
+    predicts the label 1 + d positions on, [0, 0] where all predict the same.
+    Hidden states are local tensors; with sequence_parallel their tokens lie in one dimension. class_weight and a mean go with z_loss or
+    process_group in calls of one hidden state alone.
+        loss_weights: a number for each hidden state.
+
     Returns:
-        loss, or (loss, lse, logprobs, entropy, top1, log_sum_sq_probs) with those that were asked for.
+        loss, or (loss, lse, logprobs, entropy, top1, log_sum_sq_probs) with those that were asked for. Of several hidden states each of
+        these is a tuple with one for each; without a flag that tuple is returned. With loss_weights the sum of losses, each times its
+        weight, comes first: (sum, losses), or (sum, losses, lse, ...).
 
     Raises:
         ShapeError, DTypeError, PlacementError, ArgumentError: naming the argument and what is allowed, before anything runs.
@@ -172,9 +186,33 @@ def linear_cross_entropy(hidden: Tensor, weight: _Head, target: Tensor, **option
         UnsupportedTransformError: under vmap and other torch.func transforms; on a second, forward-mode or batched derivative.
         UnavailableError, CompileError, DeviceError: the kernel cannot be had or run.
     """
+    loss_weights = options.pop("loss_weights", None)
+    if _depths.are_several(hidden):
+        return _of_several(hidden, weight, target, options, loss_weights)
+    if loss_weights is not None:
+        raise errors.ArgumentError("loss_weights is given and hidden is one tensor; it has a number for each of several hidden states")
     given = _Given("cross_entropy", weight, options)
     check_one_divisor(given.tensors.get("num_valid_tokens"), given.tensors.get("class_weight"), options.get("z_loss"))
     return given.run(hidden, target, return_loss=True)
+
+
+def _of_several(hidden: Sequence[Tensor], weight: _Head, target: Any, options: dict[str, Any], loss_weights: Any) -> Any:
+    """`linear_cross_entropy` of several hidden states: one call of all rows, and the depths' losses of the rows' losses."""
+    reduction = options.pop("reduction", "mean")
+    _depths.check_stated(target, options.get("shift"), len(hidden))
+    each = _depths.split_options(options, len(hidden))
+    given = _Given("cross_entropy", weight, options)
+    depths = _depths.Depths(hidden, target, each, given.parallel, given.ignore_index)
+    weights = _depths.check_weights(loss_weights, reduction, len(hidden))
+    _depths.check_divisors(each, reduction, given.tensors.get("class_weight"), options.get("z_loss"), given.parallel)
+    for name, value in depths.row_numbers().items():
+        (given.tensors if isinstance(value, Tensor) else given.options)[name] = value
+    made = given.run(depths.hidden, depths.target, return_loss=True, reduction="none")
+    rows, *others = made if isinstance(made, tuple) else (made,)
+    losses = depths.losses(depths.split(rows), reduction, given.weight, given.tensors.get("class_weight"))
+    total = () if weights is None else (sum(w * loss for w, loss in zip(weights, losses, strict=True)),)
+    values = (*total, losses, *(depths.split(other) for other in others))
+    return values[0] if len(values) == 1 else values
 
 
 @overload

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from flce import errors
 from flce.call import _chunked, _heads
 from flce.call._checks import is_dtensor
+from flce.call._depths import are_several
 from flce.call._options import check_options, taken_by
 from flce.call._targets import check_ignore_index, check_tensors, refuse_quantised
 from flce.core import _zero3
@@ -37,7 +39,7 @@ class FusedLMHead(nn.Linear):
         in_features, out_features, bias, device, dtype: as of nn.Linear. With process_group out_features counts this rank's rows, unless the
             weight is a DTensor.
         shift: 0 for targets that are aligned already, as those of an nn.Linear's logits are; 1 for labels as a tokenizer gives them
-            (position t predicts label t + 1).
+            (position t predicts label t + 1). For several hidden states (multi-token prediction) a list of one each: [1, 2].
         ignore_index: the label that counts for nothing.
         options: those of `flce.LinearCrossEntropyLoss`: softcap, logit_scale, label_smoothing, z_loss, class_weight, temperature (a
             number), dft, reduction, batch_invariant, workspace_limit_bytes, memory_limit_bytes, retain_in_grad_weight, process_group and
@@ -56,11 +58,12 @@ class FusedLMHead(nn.Linear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         *,
-        shift: int = 0,
+        shift: int | Sequence[int] = 0,
         ignore_index: int = -100,
         **options: Any,
     ) -> None:
-        check_options(options, shift)
+        for each in shift if are_several(shift) else [shift]:  # type: ignore[union-attr]
+            check_options(options, each)
         parallel_of(options)
         super().__init__(in_features, out_features, bias, device, dtype)
         self.shift = shift
@@ -71,7 +74,7 @@ class FusedLMHead(nn.Linear):
         self.register_buffer("class_weight", class_weight, persistent=False)
 
     @classmethod
-    def from_linear(cls, linear: nn.Linear, *, shift: int = 0, ignore_index: int = -100, **options: Any) -> FusedLMHead:
+    def from_linear(cls, linear: nn.Linear, *, shift: int | Sequence[int] = 0, ignore_index: int = -100, **options: Any) -> FusedLMHead:
         """Makes a FusedLMHead of a plain layer, with the parameters of `linear`, not copies of them: a tied embedding stays tied, and an
         optimizer that has them goes on. `model.set_output_embeddings(FusedLMHead.from_linear(model.get_output_embeddings()))`. Raises
         ArgumentError for a layer that is not a plain nn.Linear: adapters, quantised and sharded layers compute something else."""
@@ -114,19 +117,25 @@ class FusedLMHead(nn.Linear):
     def forward(
         self, input: Tensor, labels: Tensor | None = None, **of_call: Unpack[_signatures.HeadCallOrMore]
     ) -> Tensor | tuple[Tensor, ...]: ...
-    def forward(self, input: Tensor, labels: Tensor | None = None, **of_call: Any) -> Any:
+    @overload
+    def forward(self, input: Sequence[Tensor], labels: Any = None, **of_call: Any) -> tuple[Any, ...]: ...
+    def forward(self, input: Any, labels: Any = None, **of_call: Any) -> Any:
         """Logits [..., V] of hidden states [..., S, D], with logit_scale and softcap applied and no temperature; of a weight that lies over
-        process_group this rank's. With labels [..., S] the loss, or a tuple that begins with it.
+        process_group this rank's. With labels [..., S] the loss, or a tuple that begins with it. A list of hidden states gives a tuple of
+        logits, or with labels, one tensor or a list, what `flce.linear_cross_entropy` gives for several.
 
-        of_call: for the loss: num_valid_tokens, temperature, token_weight, cu_seqlens, grad_weight_out and the return_ flags of
-        `flce.linear_cross_entropy`, whose errors it raises. A temperature takes the place of the option.
+        of_call: for the loss: num_valid_tokens, temperature, token_weight, cu_seqlens, grad_weight_out, loss_weights and the return_ flags
+        of `flce.linear_cross_entropy`, whose errors it raises. A temperature takes the place of the option.
         """
-        weight = self._gathered(input)
+        several = are_several(input)
+        if several and not input:
+            raise errors.ArgumentError("input is an empty list; give at least one hidden state")
+        weight = self._gathered(input[0] if several else input)
         if labels is None:
             if of_call:
                 raise errors.ArgumentError(f"{min(of_call)} is given without labels; it is a loss's")
-            logits = F.linear(input, weight, self.bias)
-            return _chunked.transform_logits(logits, self.options.get("logit_scale"), self.options.get("softcap"))
+            made = tuple(self._logits(each, weight) for each in (input if several else [input]))
+            return made if several else made[0]
         if unknown := [name for name in of_call if name not in _OF_CALL]:
             raise errors.ArgumentError(
                 f"{min(unknown)} is given with labels; a call's are {', '.join(sorted(_OF_CALL))}; shift and ignore_index are the head's, "
@@ -136,6 +145,10 @@ class FusedLMHead(nn.Linear):
         if of_call.get("temperature") is None:
             given["temperature"] = self.options.get("temperature")
         return linear_cross_entropy(input, weight, labels, bias=self.bias, shift=self.shift, ignore_index=self.ignore_index, **given)
+
+    def _logits(self, input: Tensor, weight: Tensor) -> Tensor:
+        logits = F.linear(input, weight, self.bias)
+        return _chunked.transform_logits(logits, self.options.get("logit_scale"), self.options.get("softcap"))
 
     if TYPE_CHECKING:
         __call__ = forward

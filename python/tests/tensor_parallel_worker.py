@@ -422,6 +422,41 @@ def labels_at_fault() -> None:
     flce.check_labels()
 
 
+def several_depths(sequence: bool) -> None:
+    """Hidden states of two depths on one weight, as a call of each over the whole layer has it."""
+    layer, ranks = Layer(), dist.get_world_size()
+    halves = [(layer.hidden[:32], layer.target[:32]), (layer.hidden[32:], layer.target[32:])]
+    whole, mine = leaf(layer.weight), leaf(layer.mine(layer.weight))
+    apart = [flce.linear_cross_entropy(hidden, whole, target, softcap=5.0) for hidden, target in halves]
+    (apart[0] - 0.3 * apart[1]).backward()
+    targets = [target for _, target in halves]
+    for sizes in ({}, {"vocab_size": VOCAB}):
+        hidden = [leaf(states.chunk(ranks)[dist.get_rank()] if sequence else states) for states, _ in halves]
+        mine.grad = None
+        total, losses, lse = flce.linear_cross_entropy(
+            hidden,
+            mine,
+            targets,
+            loss_weights=[1.0, -0.3],
+            softcap=5.0,
+            return_lse=True,
+            process_group=layer.group,
+            sequence_parallel=sequence,
+            **sizes,
+        )
+        total.backward()
+        for loss, right in zip(losses, apart, strict=True):
+            close(loss, right)
+        assert whole.grad is not None and [numbers.shape for numbers in lse] == [target.shape for target in targets]
+        close(mine.grad, layer.mine(whole.grad))
+    try:
+        flce.linear_cross_entropy([layer.hidden], mine, [layer.target], process_group=layer.group, class_weight=torch.ones(mine.shape[0]))
+    except flce.ArgumentError as error:
+        assert "lies over ranks" in str(error), error
+    else:
+        raise AssertionError("class weights over ranks were not refused")
+
+
 def all_cases() -> list[tuple[Any, ...]]:
     kinds = (torch.float32, torch.bfloat16)
     cases: list[tuple[Any, ...]] = [
@@ -442,7 +477,11 @@ def summed_in_fp32(sequence: bool) -> None:
 
 
 OTHERS: list[tuple[Any, ...]] = [
-    *((function, flag) for function in (everything, summed_in_fp32, logprobs, many_dimensions, retained) for flag in (False, True)),
+    *(
+        (function, flag)
+        for function in (everything, summed_in_fp32, logprobs, many_dimensions, retained, several_depths)
+        for flag in (False, True)
+    ),
     *((distillation, share) for share in (0.0, 0.4)),
     *((distillation_over_tokens, form) for form in ("plain", "second dimension", "DTensors")),
     *((main_grad, dtype) for dtype in (torch.float32, torch.bfloat16)),

@@ -25,7 +25,7 @@ def passed(worker: str, ranks: str, device: str) -> dict[int, int]:
     return found
 
 
-@by_ranks({2: 66, 4: 66})
+@by_ranks({2: 68, 4: 68})
 def test_shards_equal_the_whole_layer(device: str, ranks: int, cases: int) -> None:
     of_the_cpu = 0 if device == "cpu" else 2
     assert passed("tensor_parallel_worker.py", str(ranks), device) == {ranks: cases - of_the_cpu}

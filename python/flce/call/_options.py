@@ -76,6 +76,7 @@ OPTIONS = {
     "num_valid_tokens": Option("call", "Tensor | float | None", None, "finite and 0 or above", _LOSS),
     "token_weight": Option("call", "Tensor | None", None, "[...]", _LOSS),
     "grad_weight_out": Option("call", "Tensor | None", None, "[V, D]", _ALL),
+    "loss_weights": Option("call", "Sequence[float] | None", None, "a number for each of several hidden states", "cross_entropy"),
     "return_lse": Option("outputs", "bool", False, _FLAG, _LOSS),
     "return_logprobs": Option("outputs", "bool", False, _FLAG, "cross_entropy"),
     "return_entropy": Option("outputs", "bool", False, _FLAG, _ALL),

@@ -9,6 +9,7 @@ table of options and with the functions' own signatures.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal, TypedDict
 
 import torch
@@ -48,6 +49,7 @@ class _Loss(_Layer, total=False):
 class _CrossEntropy(_Loss, total=False):
     class_weight: Tensor | None
     dft: bool
+    loss_weights: Sequence[float] | None
 
 
 class _Distillation(_Loss, total=False):
@@ -61,6 +63,7 @@ class _HeadCall(TypedDict, total=False):
     token_weight: Tensor | None
     cu_seqlens: Tensor | None
     grad_weight_out: Tensor | None
+    loss_weights: Sequence[float] | None
 
 
 # Flags: not known, not set, set.
@@ -106,6 +109,36 @@ class CrossEntropyWithLogSumSqProbs(_CrossEntropy, _Lse, _Logprobs, _Entropy, _T
 
 
 class CrossEntropyOrMore(_CrossEntropy, _Lse, _Logprobs, _Entropy, _Top1, _LogSumSqProbs): ...
+
+
+class CrossEntropyOfSeveral(_Lse, _Logprobs, _Entropy, _Top1, _LogSumSqProbs, total=False):
+    """Of several hidden states: some options are one for all, or one for each."""
+
+    bias: Tensor | None
+    logit_scale: float | None
+    softcap: float | None
+    temperature: Tensor | float | Sequence[Tensor | float] | None
+    ignore_index: int
+    shift: int | Sequence[int]
+    cu_seqlens: Tensor | Sequence[Tensor | None] | None
+    batch_invariant: bool
+    workspace_limit_bytes: int | MemoryBudget | None
+    retain_in_grad_weight: bool | None
+    grad_weight_out: Tensor | None
+    process_group: Any
+    sequence_parallel: bool
+    vocab_start: int | None
+    vocab_size: int | None
+    reduce_dtype: torch.dtype | None
+    reduce_grad_hidden: bool
+    reduction: str
+    num_valid_tokens: Tensor | float | Sequence[Tensor | float | None] | None
+    label_smoothing: float
+    z_loss: float
+    token_weight: Tensor | Sequence[Tensor | None] | None
+    class_weight: Tensor | None
+    dft: bool
+    loss_weights: Sequence[float] | None
 
 
 # linear_logprobs

@@ -318,7 +318,8 @@ class LoadedKernel(Kernel):
         except errors.ArgumentError as error:
             more = f"; or teacher_probs[{word}] holds a number that is not from 0 to 1" if self.outputs.teacher_top_k else ""
             more += "; or cu_seqlens does not begin with 0, or decreases" if word == 0 else ""
-            where = "target is flattened here, and with a shift what flce.shift_labels makes of labels"
+            where = "target is flattened here (of several hidden states one depth behind the other), and with a shift what "
+            where += "flce.shift_labels makes of labels"
             raise errors.LabelError(f"{error}{more}; {where}", word) from None
 
 
