@@ -112,7 +112,7 @@ class CrossEntropyOrMore(_CrossEntropy, _Lse, _Logprobs, _Entropy, _Top1, _LogSu
 
 
 class CrossEntropyOfSeveral(_Lse, _Logprobs, _Entropy, _Top1, _LogSumSqProbs, total=False):
-    """Of several hidden states: some options are one for all, or one for each."""
+    """Options of a call of several hidden states: some are one for all, or one for each."""
 
     bias: Tensor | None
     logit_scale: float | None

@@ -89,7 +89,7 @@ def keep_node(output: Tensor) -> Tensor:
     """`output` of a node made in Python, where this torch's split backward would lose that node: the same numbers from a C++ node, which
     owns it. The gradient that this C++ node hands on holds the C++ node in turn. A schedule keeps that gradient from the input's pass to
     the weights', and in any other backward it is gone at once."""
-    # What is compiled comes first: Dynamo guards the length of sys.modules where code looks into it, and each import compiles anew.
+    # Compilers are asked for first: Dynamo guards the length of sys.modules where code looks into it, and each import compiles anew.
     if torch.compiler.is_compiling() or _PIPELINING not in sys.modules or _running_node is None or type(output) is not Tensor:
         return output
     owner = output.grad_fn
