@@ -38,6 +38,7 @@ worker tensor_parallel 270 &
 worker tensor_parallel_property 270 &
 {
     worker tensor_parallel_nccl 60
+    worker tensor_parallel_heads 60
     worker compat_parallel 150
     worker engine 60
 } &

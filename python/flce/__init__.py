@@ -27,7 +27,7 @@ from flce.errors import (
     UnavailableError,
     UnsupportedTransformError,
 )
-from flce.functional import linear_cross_entropy, linear_logprobs, linear_topk_distillation
+from flce.functional import linear_cross_entropy, linear_logprobs, linear_logprobs_at, linear_topk_distillation
 from flce.jobs import missing, prewarm, tune
 from flce.kernels import cache_statistics, check_labels, explain, get_kernel, warmup
 from flce.lm_head import FusedLMHead
@@ -77,6 +77,7 @@ __all__ = [
     "huggingface",
     "linear_cross_entropy",
     "linear_logprobs",
+    "linear_logprobs_at",
     "linear_topk_distillation",
     "megatron",
     "missing",

@@ -1,4 +1,5 @@
-"""`linear_cross_entropy`, `linear_logprobs` and `linear_topk_distillation`: the functions that most callers, and all else here, use."""
+"""`linear_cross_entropy`, `linear_logprobs`, `linear_logprobs_at` and `linear_topk_distillation`: the functions that most callers, and all
+else here, use."""
 
 from __future__ import annotations
 
@@ -10,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from flce import errors
-from flce.call import _call, _depths, _heads
-from flce.call._arguments import check_one_divisor, check_teacher
+from flce.call import _call, _depths, _heads, _named
+from flce.call._arguments import check_ids, check_one_divisor, check_teacher
 from flce.call._options import call_options, number, parameters_of, taken_by, way_of
-from flce.call._targets import check_ignore_index, refuse_impossible_teachers, targets_of
+from flce.call._targets import check_ignore_index, check_tensors, refuse_impossible_teachers, targets_of
 from flce.parallel import _parallel, _sharded_call
 
 if TYPE_CHECKING:
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
 
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-_WAYS = {place: {name: way_of(name) for name in taken_by(place)} for place in ("cross_entropy", "logprobs", "topk_distillation")}
+_PLACES = ("cross_entropy", "logprobs", "logprobs_at", "topk_distillation")
+_WAYS = {place: {name: way_of(name) for name in taken_by(place)} for place in _PLACES}
 
 
 def _signed(function: _Function) -> _Function:
@@ -250,6 +252,66 @@ def linear_logprobs(hidden: Tensor, weight: _Head, target: Tensor, **options: An
         As `linear_cross_entropy`.
     """
     return _Given("logprobs", weight, options).run(hidden, target, return_logprobs=True, reduction="none")
+
+
+@overload
+def linear_logprobs_at(hidden: Tensor, weight: _Head, ids: Tensor, **options: Unpack[_signatures.LogprobsAtAlone]) -> Tensor: ...
+@overload
+def linear_logprobs_at(
+    hidden: Tensor, weight: _Head, ids: Tensor, **options: Unpack[_signatures.LogprobsAtWithLse]
+) -> tuple[Tensor, ...]: ...
+@overload
+def linear_logprobs_at(
+    hidden: Tensor, weight: _Head, ids: Tensor, **options: Unpack[_signatures.LogprobsAtWithEntropy]
+) -> tuple[Tensor, ...]: ...
+@overload
+def linear_logprobs_at(
+    hidden: Tensor, weight: _Head, ids: Tensor, **options: Unpack[_signatures.LogprobsAtOrMore]
+) -> Tensor | tuple[Tensor, ...]: ...
+@_signed
+def linear_logprobs_at(hidden: Tensor, weight: _Head, ids: Tensor, **options: Any) -> Any:
+    """log p of several classes of every token, with p the softmax of softcap(logit_scale · (hidden · weightᵀ + bias)) / temperature over
+    the whole vocabulary, without the logits in memory.
+
+    Args:
+        ids: [..., K] int64 or int32, K from 1 to 256: classes in any order, -1 for none. Equal ids are places of their own, whose gradients
+            add up. Another number outside the vocabulary counts as none, and `check_labels` reports its row. With offsets [M].
+        offsets: [N + 1] int32 or int64, for lists of different lengths: token i has ids[offsets[i]:offsets[i + 1]]. hidden is [N, D] then.
+        max_ids: with offsets, as many as a token may have. None: as many as the longest list has, for which a GPU is waited for. Where a
+            list is longer, or offsets are none, a CPU raises, and on a GPU the row counts as ignored and `check_labels` reports it.
+        return_lse, return_entropy: as in `linear_cross_entropy`, 0 for tokens that name no class.
+        The others as there.
+
+    Returns:
+        log-probabilities [..., K] fp32 (with offsets [M]), 0 at no class, differentiable; or (log-probabilities, lse, entropy) with those
+        that were asked for.
+
+    Raises:
+        As `linear_cross_entropy`.
+    """
+    given = _Given("logprobs_at", weight, options)
+    offsets, max_ids = given.tensors.pop("offsets", None), given.options.pop("max_ids", None)
+    lists = None
+    if offsets is not None:
+        lists = _named.lists_of(ids, offsets, max_ids)
+        if given.parallel is None and isinstance(hidden, Tensor) and hidden.shape[:-1] != lists.ids.shape[:1]:
+            raise errors.ShapeError(
+                f"offsets has shape {list(offsets.shape)} and hidden {list(hidden.shape)}; they must be [N + 1] and [N, D]"
+            )
+        ids = lists.ids
+    elif max_ids is not None:
+        raise errors.ArgumentError("max_ids is given without offsets; ids [..., K] say themselves how many they are")
+    check_tensors(hidden=hidden, ids=ids)
+    if ids is None:
+        raise errors.DTypeError("ids is None; it must be a tensor")
+    if given.parallel is not None:
+        ids = _sharded_call.local_rows(given.parallel, ids=ids)["ids"]
+    top_k = check_ids("ids", ids, hidden, None, over_ranks=given.parallel is not None)
+    target = torch.where((ids != _named.NONE).any(-1), 0, given.ignore_index)
+    given.tensors |= {"teacher_ids": ids, "teacher_probs": torch.zeros(ids.shape, dtype=torch.float32, device=ids.device)}
+    made = given.run(hidden, target, return_loss=True, reduction="none", teacher_top_k=top_k, named_logprobs=True)
+    named = made[0] if lists is None else lists.of_each_id(made[0])
+    return (named, *made[1:]) if len(made) > 1 else named
 
 
 @overload

@@ -91,38 +91,6 @@ def logprobs(sequence: bool) -> None:
     compare(layer, call, sequence=sequence, dtype=torch.bfloat16)
 
 
-def distillation(hard_weight: float) -> None:
-    layer = Layer()
-
-    def call(hidden: Tensor, weight: Tensor, bias: Tensor | None, mine: Any, **more: Any) -> Any:
-        taught = (layer.teacher_ids, layer.teacher_probs)
-        settings = {"target": layer.target, "hard_weight": hard_weight, "bias": bias, "return_lse": True}
-        return flce.linear_topk_distillation(hidden, weight, *taught, **settings, **more)
-
-    compare(layer, call, bias=True)
-
-
-def distillation_over_tokens(form: str) -> None:
-    """Each rank has a part of hidden, and all of what the teacher says."""
-    layer = Layer()
-    shape = (3, TOKENS // 3) if form == "second dimension" else (TOKENS,)
-    mesh = init_device_mesh(device(), (dist.get_world_size(),))
-    rows: list[Any] = [layer.target.view(shape), layer.teacher_ids.view(*shape, -1), layer.teacher_probs.view(*shape, -1)]
-    given = [distribute_tensor(row, mesh, [Replicate()]) for row in rows] if form == "DTensors" else rows
-    whole, weight = leaf(layer.hidden.view(*shape, -1)), leaf(layer.weight)
-    part, shard = leaf(whole.detach().chunk(dist.get_world_size(), len(shape) - 1)[dist.get_rank()]), leaf(layer.mine(layer.weight))
-    over = {"process_group": mesh, "sequence_parallel": True}
-    for hard_weight in (None, 0.3):
-        pairs = [{} if hard_weight is None else {"target": target, "hard_weight": hard_weight} for target in (rows[0], given[0])]
-        expected = flce.linear_topk_distillation(whole, weight, *rows[1:], **pairs[0])
-        loss = flce.linear_topk_distillation(part, shard, *given[1:], **pairs[1], **over)
-        close(loss, expected)
-        right = torch.autograd.grad(expected, (whole, weight))
-        got = torch.autograd.grad(loss, (part, shard))
-        close(got[0], right[0].chunk(dist.get_world_size(), len(shape) - 1)[dist.get_rank()])
-        close(got[1], layer.mine(right[1]))
-
-
 def plain_torch() -> None:
     """Against torch's own cross entropy of materialised logits."""
     layer = Layer()
@@ -422,41 +390,6 @@ def labels_at_fault() -> None:
     flce.check_labels()
 
 
-def several_depths(sequence: bool) -> None:
-    """Hidden states of two depths on one weight, as a call of each over the whole layer has it."""
-    layer, ranks = Layer(), dist.get_world_size()
-    halves = [(layer.hidden[:32], layer.target[:32]), (layer.hidden[32:], layer.target[32:])]
-    whole, mine = leaf(layer.weight), leaf(layer.mine(layer.weight))
-    apart = [flce.linear_cross_entropy(hidden, whole, target, softcap=5.0) for hidden, target in halves]
-    (apart[0] - 0.3 * apart[1]).backward()
-    targets = [target for _, target in halves]
-    for sizes in ({}, {"vocab_size": VOCAB}):
-        hidden = [leaf(states.chunk(ranks)[dist.get_rank()] if sequence else states) for states, _ in halves]
-        mine.grad = None
-        total, losses, lse = flce.linear_cross_entropy(
-            hidden,
-            mine,
-            targets,
-            loss_weights=[1.0, -0.3],
-            softcap=5.0,
-            return_lse=True,
-            process_group=layer.group,
-            sequence_parallel=sequence,
-            **sizes,
-        )
-        total.backward()
-        for loss, right in zip(losses, apart, strict=True):
-            close(loss, right)
-        assert whole.grad is not None and [numbers.shape for numbers in lse] == [target.shape for target in targets]
-        close(mine.grad, layer.mine(whole.grad))
-    try:
-        flce.linear_cross_entropy([layer.hidden], mine, [layer.target], process_group=layer.group, class_weight=torch.ones(mine.shape[0]))
-    except flce.ArgumentError as error:
-        assert "lies over ranks" in str(error), error
-    else:
-        raise AssertionError("class weights over ranks were not refused")
-
-
 def all_cases() -> list[tuple[Any, ...]]:
     kinds = (torch.float32, torch.bfloat16)
     cases: list[tuple[Any, ...]] = [
@@ -477,13 +410,7 @@ def summed_in_fp32(sequence: bool) -> None:
 
 
 OTHERS: list[tuple[Any, ...]] = [
-    *(
-        (function, flag)
-        for function in (everything, summed_in_fp32, logprobs, many_dimensions, retained, several_depths)
-        for flag in (False, True)
-    ),
-    *((distillation, share) for share in (0.0, 0.4)),
-    *((distillation_over_tokens, form) for form in ("plain", "second dimension", "DTensors")),
+    *((function, flag) for function in (everything, summed_in_fp32, logprobs, many_dimensions, retained) for flag in (False, True)),
     *((main_grad, dtype) for dtype in (torch.float32, torch.bfloat16)),
     *((frozen, which) for which in ("weight", "hidden")),
     *((function,) for function in (plain_torch, ranks_without_rows, given_starts, backward_twice, limits, checkpointed, autocast, losses)),

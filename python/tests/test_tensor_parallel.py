@@ -25,10 +25,15 @@ def passed(worker: str, ranks: str, device: str) -> dict[int, int]:
     return found
 
 
-@by_ranks({2: 68, 4: 68})
+@by_ranks({2: 61, 4: 61})
 def test_shards_equal_the_whole_layer(device: str, ranks: int, cases: int) -> None:
     of_the_cpu = 0 if device == "cpu" else 2
     assert passed("tensor_parallel_worker.py", str(ranks), device) == {ranks: cases - of_the_cpu}
+
+
+@by_ranks({2: 10, 4: 10})
+def test_what_else_is_asked_of_a_shard(device: str, ranks: int, cases: int) -> None:
+    assert passed("tensor_parallel_heads_worker.py", str(ranks), device) == {ranks: cases}
 
 
 @pytest.mark.full

@@ -20,6 +20,7 @@ from flce.engine._output import HEAD_OPTIONS
 FUNCTIONS = {  # and the names of what each returns
     "CrossEntropy": (flce.linear_cross_entropy, ("Lse", "Logprobs", "Entropy", "Top1", "LogSumSqProbs")),
     "Logprobs": (flce.linear_logprobs, ("Entropy", "Top1", "LogSumSqProbs")),
+    "LogprobsAt": (flce.linear_logprobs_at, ("Lse", "Entropy")),
     "Distillation": (flce.linear_topk_distillation, ("Lse", "Entropy", "TeacherLogprobs")),
 }
 PAGE = Path(__file__).parents[2] / "docs" / "python.md"

@@ -22,6 +22,7 @@ def functions(hidden: Tensor, head: nn.Linear, target: Tensor, ids: Tensor, prob
     assert_type(flce.linear_cross_entropy(hidden, head, target, return_top1=True, return_lse=False), tuple[Tensor, ...])
     assert_type(flce.linear_cross_entropy(hidden, head, target, return_log_sum_sq_probs=True), tuple[Tensor, ...])
     assert_type(flce.linear_cross_entropy(hidden, head, target, return_lse=flag), Tensor | tuple[Tensor, ...])
+    assert_type(flce.linear_cross_entropy([hidden, hidden], head, target, shift=[1, 2], loss_weights=[1.0, 0.3]), tuple[Any, ...])
     flce.linear_cross_entropy(hidden, head, target).backward()
     loss, lse, logprobs = flce.linear_cross_entropy(hidden, head, target, return_lse=True, return_logprobs=True)
     (loss + lse.mean() + logprobs.sum()).backward()
@@ -31,6 +32,10 @@ def functions(hidden: Tensor, head: nn.Linear, target: Tensor, ids: Tensor, prob
     assert_type(flce.linear_logprobs(hidden, head, target, return_top1=True, return_entropy=False), tuple[Tensor, ...])
     assert_type(flce.linear_logprobs(hidden, head, target, return_log_sum_sq_probs=True), tuple[Tensor, ...])
     assert_type(flce.linear_logprobs(hidden, head, target, return_entropy=flag), Tensor | tuple[Tensor, ...])
+
+    assert_type(flce.linear_logprobs_at(hidden, head, ids, softcap=30.0), Tensor)
+    assert_type(flce.linear_logprobs_at(hidden, head, ids, return_lse=True), tuple[Tensor, ...])
+    assert_type(flce.linear_logprobs_at(hidden, head, ids, return_entropy=flag), Tensor | tuple[Tensor, ...])
 
     assert_type(flce.linear_topk_distillation(hidden, head, ids, probs, target=target, hard_weight=0.5), Tensor)
     assert_type(flce.linear_topk_distillation(hidden, head, ids, probs, return_lse=True), tuple[Tensor, ...])

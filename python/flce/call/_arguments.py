@@ -164,25 +164,32 @@ def check_teacher(ids: Tensor, probs: Tensor, hidden: Tensor, target: Tensor | N
     check_tensors(teacher_ids=ids, teacher_probs=probs, hidden=hidden)
     if ids is None or probs is None:
         raise errors.DTypeError("teacher_ids and teacher_probs must be tensors, not None")
-    if ids.dtype not in TARGET_DTYPES:
-        raise errors.DTypeError(f"teacher_ids has dtype {ids.dtype}; allowed are int64 and int32")
+    top_k = check_ids("teacher_ids", ids, hidden, target, over_ranks=over_ranks)
     if not probs.dtype.is_floating_point:
         raise errors.DTypeError(f"teacher_probs has dtype {probs.dtype}; it must be a floating dtype (computed with in float32)")
+    if probs.shape != ids.shape:
+        raise errors.ShapeError(f"teacher_probs has shape {list(probs.shape)}; it must be teacher_ids', {list(ids.shape)}")
+    refuse_dtensor("teacher_probs", probs)
+    _check_place("teacher_probs", probs, hidden.device)
+    if probs.requires_grad:
+        raise errors.ArgumentError("teacher_probs requires a gradient; it has none here, detach it")
+    return top_k
+
+
+def check_ids(name: str, ids: Tensor, hidden: Tensor, target: Tensor | None, *, over_ranks: bool) -> int:
+    """Returns K of ids [..., K]. `over_ranks`: hidden may be a part of the tokens."""
+    if ids.dtype not in TARGET_DTYPES:
+        raise errors.DTypeError(f"{name} has dtype {ids.dtype}; allowed are int64 and int32")
     refuse_dtensor("target", target)
     tokens, said = hidden.shape[:-1], "hidden's without the last dimension"
     if over_ranks:
         tokens, said = (target.shape, "target's") if isinstance(target, Tensor) else (ids.shape[:-1], "all tokens")
     if ids.dim() < 1 or ids.shape[:-1] != tokens or not 1 <= ids.shape[-1] <= MOST_TEACHER_TOP_K:
         raise errors.ShapeError(
-            f"teacher_ids has shape {list(ids.shape)}; it must be {said}, and K from 1 to {MOST_TEACHER_TOP_K}: {[*tokens, 'K']}"
+            f"{name} has shape {list(ids.shape)}; it must be {said}, and K from 1 to {MOST_TEACHER_TOP_K}: {[*tokens, 'K']}"
         )
-    if probs.shape != ids.shape:
-        raise errors.ShapeError(f"teacher_probs has shape {list(probs.shape)}; it must be teacher_ids', {list(ids.shape)}")
-    for name, tensor in (("teacher_ids", ids), ("teacher_probs", probs)):
-        refuse_dtensor(name, tensor)
-        _check_place(name, tensor, hidden.device)
-    if probs.requires_grad:
-        raise errors.ArgumentError("teacher_probs requires a gradient; it has none here, detach it")
+    refuse_dtensor(name, ids)
+    _check_place(name, ids, hidden.device)
     return int(ids.shape[-1])
 
 

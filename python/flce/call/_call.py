@@ -195,6 +195,8 @@ def _own_outputs(made: _op.Made, given: Inputs, token_shape: torch.Size, *, eage
     of one view for a change of all views of that tensor, and refuses some changes."""
     options, (names, *_) = given.options, given.options.outputs
     values, top1, teacher_logprobs = made
+    if options.named_logprobs:
+        return _named_outputs(values, given, token_shape, eager=eager)
     shapes: dict[str, Sequence[int]] = {"loss": token_shape if options.reduction == _native.REDUCTION_NONE else ()}
     if len(names) == 1 and not options.outputs.top1 and teacher_logprobs is None:
         shape = shapes.get(names[0], token_shape)
@@ -215,21 +217,33 @@ def _own_outputs(made: _op.Made, given: Inputs, token_shape: torch.Size, *, eage
     return tuple(outputs) if len(outputs) > 1 else outputs[0]
 
 
+def _named_outputs(values: Tensor, given: Inputs, token_shape: torch.Size, *, eager: bool) -> tuple[Tensor, ...]:
+    """Log-probabilities of the classes that were named, and behind them the outputs that were asked for."""
+    rest, named = _op.split_named(values, given)
+    parts = _frame.split_values(rest, given.target.shape[0], given.options.outputs.values)
+    outputs = [named.reshape(*token_shape, named.shape[1]).clone()]
+    for name in given.options.asked:
+        if name == "entropy" and eager:
+            outputs.append(_op.own_entropy(parts[name].view(token_shape), values))
+        elif name != "loss":
+            outputs.append(parts[name].view(token_shape).clone())
+    return tuple(outputs)
+
+
 def _eager(given: Inputs, passed: _Passed, grad_weight_out: Tensor | None, token_shape: torch.Size) -> _op.Made:
     given = given.with_group()
     hidden, weight, bias, options = given.hidden, given.weight, given.bias, given.options
     kernel = passed.kernel
     if kernel is None or options.parallel is not None:
         kernel = passed.kernel = _kernels.find_for(given, grad_weight_out)
-    teacher_logprobs = kernel.new_teacher_logprobs(token_shape) if options.teacher_logprobs else None
-    made = _op.Made(kernel.new_values(given, token_shape), kernel.new_top1(token_shape), teacher_logprobs)
+    made = _op.new_made(kernel, given, token_shape, teacher_logprobs=options.teacher_logprobs)
     needs_gradient = hidden.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
     # Where there are tangents, the node refuses them.
     if (needs_gradient and torch.is_grad_enabled()) or forward_ad._current_level >= 0:
         if kernel.may_retain():
             given = given.retaining(options.retain._replace(gradient=True, weight=weight.requires_grad and grad_weight_out is None))
         return made._replace(values=_op.apply_directly(hidden, weight, bias, given, kernel, grad_weight_out, made))
-    kernel.forward(given, *made)
+    kernel.forward(given, *made.as_written(given))
     return made
 
 

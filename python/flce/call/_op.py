@@ -119,9 +119,31 @@ def refuse_forward_mode() -> None:
 class Made(NamedTuple):
     """Memory for what a forward writes."""
 
-    values: Tensor
+    values: Tensor  # with CallOptions.named_logprobs flat, and teacher_logprobs its end
     top1: Tensor | None
     teacher_logprobs: Tensor | None
+
+    def as_written(self, given: Inputs) -> Made:
+        """The tensors as a kernel knows them."""
+        if not given.options.named_logprobs:
+            return self
+        values, named = split_named(self.values, given)
+        return self._replace(values=values, teacher_logprobs=named)
+
+
+def split_named(values: Tensor, given: Inputs) -> tuple[Tensor, Tensor]:
+    """A kernel's values, and teacher_logprobs [N, K], of the tensor that holds both; or their gradients."""
+    outputs, num_tokens = given.options.outputs, given.target.shape[0]
+    size = len(outputs.values) * num_tokens
+    return values[:size], values[size:].view(num_tokens, outputs.teacher_top_k)
+
+
+def _of_named_gradients(given: Inputs, grad_values: Tensor) -> tuple[Inputs, Tensor]:
+    """A call whose loss, -Σ q·log p, has the gradients of its log-probabilities, and that call's upstream gradient."""
+    gradients, of_named = split_named(grad_values.resolve_neg(), given)
+    num_tokens = given.target.shape[0]
+    gradients = torch.cat([torch.ones_like(gradients[:num_tokens]), gradients[num_tokens:]])
+    return given._replace(teacher_probs=-of_named), gradients
 
 
 class LinearCrossEntropyFunction(torch.autograd.Function):
@@ -146,7 +168,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
                 values, saved, top1 = _forward_op(*operands(given, FORWARD))
             ctx.mark_non_differentiable(saved, top1)
         else:
-            saved = kernel.forward(given, *made)
+            saved = kernel.forward(given, *made.as_written(given))
         ctx.filled = _retain.has_filled(saved)
         ctx.has_entropy_gradient = True
         ctx.save_for_backward(saved, *given.tensors().values())
@@ -159,6 +181,8 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         kernel, grad_weight_out, options = ctx.call
         given = Inputs.of(tensors, options)
         hidden, weight = given.hidden, given.weight
+        if options.named_logprobs:
+            given, grad_values = _of_named_gradients(given, grad_values)
         # Ranks that share a vocabulary add up what all of them ask for, however few rows one has.
         may_ask = kernel is None or grad_weight_out is not None or options.parallel is not None or hidden.shape[0] * weight.numel() >= SMALL
         wanted = _autograd.wanted_gradients(ctx) if may_ask else ctx.needs_input_grad[:3]
@@ -172,7 +196,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         entropy = ctx.has_entropy_gradient
         gradients = run_backward(kernel, given, saved, grad_values, wanted, into, filled=ctx.filled, entropy=entropy)
         if torch.is_grad_enabled():
-            gradients = refuse_second_derivative(gradients, (grad_values, hidden, weight, given.bias))
+            gradients = refuse_second_derivative(gradients, (grad_outputs[0], hidden, weight, given.bias))
         return *gradients, None, None, None, None
 
     @staticmethod
@@ -219,7 +243,8 @@ _CHOICE = "int retain=0"
 _ROWS = "Tensor? temperature=None, Tensor? token_weight=None, Tensor? teacher_ids=None, Tensor? teacher_probs=None, str parallel=''"
 
 _SCHEMAS = {
-    "linear_cross_entropy": f"({_INPUTS}, {_REST}, {_CHOICE}, {_ROWS}) -> (Tensor values, Tensor saved, Tensor top1)",
+    "linear_cross_entropy": f"({_INPUTS}, {_REST}, {_CHOICE}, {_ROWS}, bool named_logprobs=False)"
+    " -> (Tensor values, Tensor saved, Tensor top1)",
     "linear_cross_entropy_backward": f"(Tensor grad_values, {_INPUTS}, Tensor saved, {_REST}, bool[3] wanted, {_ROWS})"
     " -> (Tensor grad_hidden, Tensor grad_weight, Tensor grad_bias)",
 }
@@ -261,13 +286,20 @@ def operands(given: Inputs, names: Sequence[str], **more: Any) -> list[Any]:
         "workspace_limit_bytes": options.workspace_limit_bytes,
         "retain": options.retain.bits(),
         "parallel": "" if parallel is None else parallel.text(),
+        "named_logprobs": options.named_logprobs,
     }
     return [more[name] for name in names]
 
 
 @functools.lru_cache(maxsize=1024)
 def _options_of(
-    options: str, ignore_index: int, reduction: int, workspace_limit_bytes: int, retain: int = 0, parallel: str = ""
+    options: str,
+    ignore_index: int,
+    reduction: int,
+    workspace_limit_bytes: int,
+    retain: int = 0,
+    parallel: str = "",
+    named_logprobs: bool = False,
 ) -> CallOptions:
     return CallOptions(
         spec=options,
@@ -277,6 +309,7 @@ def _options_of(
         workspace_limit_bytes=workspace_limit_bytes,
         retain=_retain.Retain.of_bits(retain),
         parallel=Parallel.of_text(parallel),
+        named_logprobs=named_logprobs,
     )
 
 
@@ -296,9 +329,19 @@ def _forward_kernel(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
         given = given.retaining(_retain.Retain())
     _checks.check_inputs(given)
     kernel = _kernels.find_for(given)
-    values, top1 = kernel.new_values(given, given.target.shape), kernel.new_top1(given.target.shape)
-    saved = kernel.forward(given, values, top1)
-    return values, saved, given.hidden.new_empty(0, dtype=torch.int64) if top1 is None else top1
+    made = new_made(kernel, given, given.target.shape)
+    saved = kernel.forward(given, *made.as_written(given))
+    return made.values, saved, given.hidden.new_empty(0, dtype=torch.int64) if made.top1 is None else made.top1
+
+
+def new_made(kernel: _kernels.LoadedKernel, given: Inputs, token_shape: torch.Size, *, teacher_logprobs: bool = False) -> Made:
+    """`teacher_logprobs`: the caller gets them, and they have no gradient."""
+    options = given.options
+    if options.named_logprobs:
+        values = kernel.new_floats((len(options.outputs.values) + options.outputs.teacher_top_k) * given.target.shape[0])
+    else:
+        values = kernel.new_values(given, token_shape)
+    return Made(values, kernel.new_top1(token_shape), kernel.new_teacher_logprobs(token_shape) if teacher_logprobs else None)
 
 
 def _backward_kernel(*args: Any) -> tuple[Tensor, ...]:
@@ -315,7 +358,10 @@ def _forward_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     hidden = given.hidden
     num_tokens = given.target.shape[0]
     outputs = given.outputs()
-    values = hidden.new_empty(outputs.shape((num_tokens,), num_tokens, given.options.reduction), dtype=torch.float32)
+    shape = outputs.shape((num_tokens,), num_tokens, given.options.reduction)
+    if given.options.named_logprobs:
+        shape = ((len(outputs.values) + outputs.teacher_top_k) * num_tokens,)
+    values = hidden.new_empty(shape, dtype=torch.float32)
     saved = hidden.new_empty(outputs.saved_size(num_tokens), dtype=torch.float32)
     return values, saved, hidden.new_empty(num_tokens if outputs.top1 else 0, dtype=torch.int64)
 

@@ -38,6 +38,7 @@ class Option(NamedTuple):
 
 
 _ALL = "cross_entropy logprobs topk_distillation"
+_AT = f"{_ALL} logprobs_at"
 _LOSS = "cross_entropy topk_distillation"
 _FLAG = "True, False"
 _BYTES = "from 1 to 2^63 - 1"
@@ -46,40 +47,42 @@ OPTIONS = {
     "z_loss": Option("training", "float", 0.0, "finite and 0 or above", f"{_LOSS} losses megatron torchtitan", lambda x: 0 <= x < math.inf),
     "label_smoothing": Option("training", "float", 0.0, "from 0 to 1", f"{_LOSS} losses megatron torchtitan", lambda x: 0 <= x <= 1),
     "logit_scale": Option(
-        "logits", "float | None", None, "finite and not 0", f"{_ALL} losses torchtitan", lambda x: math.isfinite(x) and x != 0
+        "logits", "float | None", None, "finite and not 0", f"{_AT} losses torchtitan", lambda x: math.isfinite(x) and x != 0
     ),
     "softcap": Option(
-        "logits", "float | None", None, "finite and 0 (off) or above", f"{_ALL} losses megatron torchtitan", lambda x: 0 <= x < math.inf
+        "logits", "float | None", None, "finite and 0 (off) or above", f"{_AT} losses megatron torchtitan", lambda x: 0 <= x < math.inf
     ),
-    "temperature": Option("training", "Tensor | float | None", 1.0, "2^-100 to 2^100; [...] fp32", f"{_ALL} losses megatron"),
+    "temperature": Option("training", "Tensor | float | None", 1.0, "2^-100 to 2^100; [...] fp32", f"{_AT} losses megatron"),
     "reduction": Option("training", "str", "mean", ", ".join(REDUCTIONS), f"{_LOSS} losses"),
     "class_weight": Option("training", "Tensor | None", None, "[V]", "cross_entropy losses"),
     "dft": Option("training", "bool", False, _FLAG, "cross_entropy losses megatron"),
     "hard_weight": Option("training", "float", 0.0, "from 0 to 1", "topk_distillation"),
     "workspace_limit_bytes": Option(
-        "kernels", "int | MemoryBudget | None", None, f"{_BYTES}; a MemoryBudget", f"{_ALL} losses megatron torchtitan engine"
+        "kernels", "int | MemoryBudget | None", None, f"{_BYTES}; a MemoryBudget", f"{_AT} losses megatron torchtitan engine"
     ),
-    "retain_in_grad_weight": Option("kernels", "bool | None", None, f"{_FLAG}, None", f"{_ALL} losses megatron engine"),
-    "batch_invariant": Option("kernels", "bool", False, _FLAG, f"{_ALL} losses megatron engine"),
+    "retain_in_grad_weight": Option("kernels", "bool | None", None, f"{_FLAG}, None", f"{_AT} losses megatron engine"),
+    "batch_invariant": Option("kernels", "bool", False, _FLAG, f"{_AT} losses megatron engine"),
     "memory_limit_bytes": Option("kernels", "int | None", None, _BYTES, "losses engine"),
-    "process_group": Option("ranks", "Any", None, "a ProcessGroup; a DeviceMesh of one dimension", f"{_ALL} losses"),
-    "sequence_parallel": Option("ranks", "bool", False, _FLAG, f"{_ALL} losses"),
-    "vocab_start": Option("ranks", "int | None", None, _WHOLE, f"{_ALL} losses"),
-    "vocab_size": Option("ranks", "int | None", None, _WHOLE, f"{_ALL} losses megatron"),
-    "reduce_dtype": Option("ranks", "torch.dtype | None", None, "hidden's, torch.float32", f"{_ALL} losses megatron"),
-    "reduce_grad_hidden": Option("ranks", "bool", True, _FLAG, f"{_ALL} losses"),
-    "bias": Option("call", "Tensor | None", None, "[V]", _ALL),
+    "process_group": Option("ranks", "Any", None, "a ProcessGroup; a DeviceMesh of one dimension", f"{_AT} losses"),
+    "sequence_parallel": Option("ranks", "bool", False, _FLAG, f"{_AT} losses"),
+    "vocab_start": Option("ranks", "int | None", None, _WHOLE, f"{_AT} losses"),
+    "vocab_size": Option("ranks", "int | None", None, _WHOLE, f"{_AT} losses megatron"),
+    "reduce_dtype": Option("ranks", "torch.dtype | None", None, "hidden's, torch.float32", f"{_AT} losses megatron"),
+    "reduce_grad_hidden": Option("ranks", "bool", True, _FLAG, f"{_AT} losses"),
+    "bias": Option("call", "Tensor | None", None, "[V]", _AT),
     "target": Option("call", "Tensor | None", None, "[...]", "topk_distillation"),
     "ignore_index": Option("call", "int", -100, "of 64 bits", f"{_ALL} megatron"),
     "shift": Option("call", "int", 0, _WHOLE, _ALL),
     "cu_seqlens": Option("call", "Tensor | None", None, "[num_sequences + 1]", _ALL),
     "num_valid_tokens": Option("call", "Tensor | float | None", None, "finite and 0 or above", _LOSS),
     "token_weight": Option("call", "Tensor | None", None, "[...]", _LOSS),
-    "grad_weight_out": Option("call", "Tensor | None", None, "[V, D]", _ALL),
+    "grad_weight_out": Option("call", "Tensor | None", None, "[V, D]", _AT),
+    "offsets": Option("call", "Tensor | None", None, "[N + 1]", "logprobs_at"),
+    "max_ids": Option("call", "int | None", None, "1 or above", "logprobs_at"),
     "loss_weights": Option("call", "Sequence[float] | None", None, "a number for each of several hidden states", "cross_entropy"),
-    "return_lse": Option("outputs", "bool", False, _FLAG, _LOSS),
+    "return_lse": Option("outputs", "bool", False, _FLAG, f"{_LOSS} logprobs_at"),
     "return_logprobs": Option("outputs", "bool", False, _FLAG, "cross_entropy"),
-    "return_entropy": Option("outputs", "bool", False, _FLAG, _ALL),
+    "return_entropy": Option("outputs", "bool", False, _FLAG, _AT),
     "return_top1": Option("outputs", "bool", False, _FLAG, "cross_entropy logprobs"),
     "return_log_sum_sq_probs": Option("outputs", "bool", False, _FLAG, "cross_entropy logprobs"),
     "return_teacher_logprobs": Option("outputs", "bool", False, _FLAG, "topk_distillation"),
@@ -128,6 +131,7 @@ def _checked(
     retain_in_grad_weight: Any = None,
     temperature: Any = None,
     return_teacher_logprobs: Any = False,
+    named_logprobs: bool = False,
     **of_spec: Any,
 ) -> CallOptions:
     flags = {name: of_spec.pop(name) for name in _FLAGS.values() if name in of_spec}
@@ -143,6 +147,7 @@ def _checked(
         asked=asked,
         teacher_logprobs=return_teacher_logprobs is True,
         temperature=temperature_number(temperature),
+        named_logprobs=named_logprobs,
     )
 
 

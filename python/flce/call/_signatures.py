@@ -18,14 +18,11 @@ from torch import Tensor
 from flce.budget import MemoryBudget
 
 
-class _Layer(TypedDict, total=False):
+class _Head(TypedDict, total=False):
     bias: Tensor | None
     logit_scale: float | None
     softcap: float | None
     temperature: Tensor | float | None
-    ignore_index: int
-    shift: int
-    cu_seqlens: Tensor | None
     batch_invariant: bool
     workspace_limit_bytes: int | MemoryBudget | None
     retain_in_grad_weight: bool | None
@@ -36,6 +33,17 @@ class _Layer(TypedDict, total=False):
     vocab_size: int | None
     reduce_dtype: torch.dtype | None
     reduce_grad_hidden: bool
+
+
+class _Layer(_Head, total=False):
+    ignore_index: int
+    shift: int
+    cu_seqlens: Tensor | None
+
+
+class _LogprobsAt(_Head, total=False):
+    offsets: Tensor | None
+    max_ids: int | None
 
 
 class _Loss(_Layer, total=False):
@@ -157,6 +165,21 @@ class LogprobsWithLogSumSqProbs(_Layer, _Entropy, _Top1, _WithLogSumSqProbs): ..
 
 
 class LogprobsOrMore(_Layer, _Entropy, _Top1, _LogSumSqProbs): ...
+
+
+# linear_logprobs_at
+
+
+class LogprobsAtAlone(_LogprobsAt, _NoLse, _NoEntropy): ...
+
+
+class LogprobsAtWithLse(_LogprobsAt, _WithLse, _Entropy): ...
+
+
+class LogprobsAtWithEntropy(_LogprobsAt, _Lse, _WithEntropy): ...
+
+
+class LogprobsAtOrMore(_LogprobsAt, _Lse, _Entropy): ...
 
 
 # linear_topk_distillation

@@ -143,6 +143,7 @@ class CallOptions:
     workspace_limit_bytes: int  # bytes for everything beyond inputs and gradients; 0: the default
     retain: _retain.Retain
     parallel: Parallel | None = None  # None: weight is whole
+    named_logprobs: bool = False  # values end with teacher_logprobs, and the teacher's probabilities are their negative gradient
     # The rest is for the caller of a function; operators do not know it.
     asked: tuple[str, ...] = ()  # outputs that the caller gets
     teacher_logprobs: bool = False  # whether the caller gets them, behind the others
