@@ -35,7 +35,13 @@ class Ranks:
         self.agreement = Agreement.__new__(Agreement)
         vars(self.agreement).update(group="pipeline", ranks=[0, 1, 2], rank=0, stages=[(0,), (1,), (2, 3)], _store=None)
         told = [REFUSED if other is None else (None, other.facts(), other.stepping) for other in others]
-        monkeypatch.setattr(_agreement, "gather", lambda group, own: [own, *(told if group == "pipeline" else copies)])
+        self.said: dict[Any, Any] = {}  # by this rank, to each group
+
+        def gather(group: Any, own: Any) -> list[Any]:
+            self.said[group] = own
+            return [own, *(told if group == "pipeline" else copies)]
+
+        monkeypatch.setattr(_agreement, "gather", gather)
 
     def refusal(self, mine: Call | None = None, copies: Any = None) -> str:
         def prepare() -> Call:
@@ -102,6 +108,18 @@ def test_copies_of_a_pipeline_hear_of_each_other(monkeypatch: pytest.MonkeyPatch
     assert refused == "another data-parallel rank refused its batch: no such label. Nothing was computed"
     own = Ranks(monkeypatch, call(num_micro_batches=3), call(), copies=(alike,)).refusal(call(), "copies")
     assert "the number of microbatches" in own
+
+
+def test_a_rank_tells_why_it_refuses_and_keeps_its_own_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pipeline's ranks and its copies hear the reason; whatever copies say besides, it is this rank's error."""
+    for other in ((None, [1, 1, 1]), ("no such label", [1, 1, 1]), (None, [1, 1, 2])):
+        ranks = Ranks(monkeypatch, call(), call(), copies=(other,))
+        assert ranks.refusal(None, "copies") == "a wrong argument"
+        assert ranks.said["pipeline"] == (REFUSED[0], {}, Stepping(0, 0, None))
+        assert ranks.said["copies"] == ("a wrong argument", [0, 1, 1])
+    ranks = Ranks(monkeypatch, call(), call(), copies=((None, [1, 1, 1]),))
+    ranks.refusal(call(), "copies")
+    assert ranks.said["pipeline"][0] is None and ranks.said["copies"] == (None, [1, 1, 1])
 
 
 def test_a_checksum_is_of_bits_and_their_places() -> None:
