@@ -1,6 +1,8 @@
 """The cost of an option: a layer with it beside the plain layer and the three cuBLAS GEMMs, all in one process and in an order drawn anew.
 
     python3 benchmarks/options_beside_plain.py [--shape 8192x2304x256000] [--softcap 30] [--seconds 20] [--out FILE.json]
+    python3 benchmarks/options_beside_plain.py --classes 64     # linear_logprobs_at of so many classes a token beside linear_logprobs
+    python3 benchmarks/options_beside_plain.py --depths 2       # hidden states of so many depths beside one tensor with all rows
 
 Forward and backward in bf16, each three ways: everything retained (workspace_limit_bytes without a bound), exponentials in the weight
 gradient's memory, nothing retained. Each step runs behind the GEMMs, which are timed too, so that every step finds the GPU's clocks as they
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import functools
 import json
 import random
 import statistics
@@ -35,9 +38,39 @@ WAYS: dict[str, dict[str, Any]] = {
 FLOOR = "three GEMMs"
 
 
+Step = Callable[..., None]  # takes options that say what is retained
+
+
 def step(layer: Layer, **options: Any) -> None:
     loss = flce.linear_cross_entropy(layer.hidden, layer.weight, layer.target, **options)
     torch.autograd.grad(loss, (layer.hidden, layer.weight))
+
+
+def steps_of_classes(layer: Layer, count: int) -> tuple[Step, Step]:
+    """Steps of the target's log-probability, and of `count` random classes'."""
+    rows, vocab_size = layer.hidden.shape[0], layer.weight.shape[0]
+    ids = torch.randint(0, vocab_size, (rows, count), device="cuda")
+    inputs = (layer.hidden, layer.weight)
+
+    def plain(**options: Any) -> None:
+        torch.autograd.grad(flce.linear_logprobs(*inputs, layer.target, **options).sum(), inputs)
+
+    def named(**options: Any) -> None:
+        torch.autograd.grad(flce.linear_logprobs_at(*inputs, ids, **options).sum(), inputs)
+
+    return plain, named
+
+
+def steps_of_depths(layer: Layer, count: int) -> tuple[Step, Step]:
+    """Steps of one call, and of its rows as `count` hidden states."""
+    hidden = [part.detach().clone().requires_grad_() for part in layer.hidden.chunk(count)]
+    targets = list(layer.target.chunk(count))
+
+    def several(**options: Any) -> None:
+        loss, _ = flce.linear_cross_entropy(hidden, layer.weight, targets, loss_weights=[1.0] * count, **options)
+        torch.autograd.grad(loss, (*hidden, layer.weight))
+
+    return lambda **options: step(layer, **options), several
 
 
 def rounds_of(steps: dict[str, Callable[[], None]], gemms: Callable[[], None], seconds: float) -> list[dict[str, float]]:
@@ -78,26 +111,38 @@ def show(rows: dict[str, Any]) -> None:
         print(f"{name:44} {row['milliseconds']:8.2f} {row['ratio']:6.3f}{more}")
 
 
+def compared(arguments: argparse.Namespace, layer: Layer) -> tuple[str, Step, Step]:
+    """Name of what is measured, the plain step, and the other one."""
+    if arguments.classes:
+        return f"{arguments.classes} classes", *steps_of_classes(layer, arguments.classes)
+    if arguments.depths:
+        return f"{arguments.depths} depths", *steps_of_depths(layer, arguments.depths)
+    asked = {"softcap": arguments.softcap, "label_smoothing": arguments.label_smoothing, "z_loss": arguments.z_loss}
+    options = {name: value for name, value in asked.items() if value} or {"softcap": 30.0}
+    plain = functools.partial(step, layer)
+    return " and ".join(f"{name} {value:g}" for name, value in options.items()), plain, functools.partial(plain, **options)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="8192x2304x256000", help="num_tokens x hidden_size x vocab_size")
     parser.add_argument("--softcap", type=float, help="(default: 30, if no other option is asked for)")
     parser.add_argument("--label-smoothing", type=float, default=0.0)
     parser.add_argument("--z-loss", type=float, default=0.0)
+    parser.add_argument("--classes", type=int, help="instead: linear_logprobs_at of so many classes a token, beside linear_logprobs")
+    parser.add_argument("--depths", type=int, help="instead: so many hidden states with all rows between them")
     parser.add_argument("--seconds", type=float, default=20, help="time to measure, about (default: 20)")
     parser.add_argument("--commit", help="of what is measured (default: git's)")
     parser.add_argument("--out", type=Path, help="a file for the figures as JSON")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("no CUDA device")
-    asked = {"softcap": arguments.softcap, "label_smoothing": arguments.label_smoothing, "z_loss": arguments.z_loss}
-    options = {name: value for name, value in asked.items() if value} or {"softcap": 30.0}
-    option = " and ".join(f"{name} {value:g}" for name, value in options.items())
     layer = Layer(*map(int, arguments.shape.split("x")))
+    option, plain, other = compared(arguments, layer)
     steps: dict[str, Callable[[], None]] = {FLOOR: layer.gemms}
     for way, memory in WAYS.items():
-        steps[f"plain, {way}"] = lambda memory=memory: step(layer, **memory)  # type: ignore[misc]
-        steps[f"{option}, {way}"] = lambda memory=memory: step(layer, **memory, **options)  # type: ignore[misc]
+        steps[f"plain, {way}"] = functools.partial(plain, **memory)
+        steps[f"{option}, {way}"] = functools.partial(other, **memory)
     rounds = rounds_of(steps, layer.gemms, arguments.seconds)
     flce.check_labels()
     rows = table(rounds, option)

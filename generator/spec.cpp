@@ -47,7 +47,7 @@ void check_sizes(const Spec& s) {
 }
 
 /// Row kernels keep a token's ids in shared memory.
-constexpr int kMostTeacherTopK = 256;
+constexpr int kMostTeacherTopK = 1024;
 
 /// Option values reach the kernels as fp32, so they have to exist there.
 bool fits_fp32(double value) { return std::isfinite(value) && std::abs(value) <= FLT_MAX && (value == 0.0 || std::abs(value) >= FLT_MIN); }

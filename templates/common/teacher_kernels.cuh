@@ -183,38 +183,97 @@ __device__ __forceinline__ float slope_in_row(const Params& p, int row, float lo
     return slope_of_class(p.slope, logprob, lse, Problem::temperature ? p.row_temperatures[row] : 1.f);
 }
 
-/// The classes that a row's teacher names, in shared memory. A warp has a row.
-struct NamedClasses {
-    int columns[kMostTeacherClasses];  ///< columns counted from a launch's first one; −1: none of its columns
-    float probabilities[kMostTeacherClasses];
+/// Columns of a launch, from class `first` on.
+struct LaunchColumns {
+    long long first;
+    int count;
 
-    /// `first`: the row's first place in the teacher's tensors. The launch has `count` columns from class `first_column` on.
+    /// The column of the class at place `at` of the rows' ids; −1: none of these.
     template <class Problem>
-    __device__ __forceinline__ void load(const TeacherParams& p, long long first, long long first_column, int count) {
-        for (int k = static_cast<int>(threadIdx.x) % 32; k < p.top_k; k += 32) {
-            const int id = teacher_id<Problem>(p, first + k);
-            const long long column = id - first_column;
-            const bool here = id >= 0 && column >= 0 && column < count;
-            columns[k] = here ? static_cast<int>(column) : -1;
-            probabilities[k] = here ? p.probs[first + k] : 0.f;
+    __device__ __forceinline__ int of_id(const TeacherParams& p, long long at) const {
+        const int id = teacher_id<Problem>(p, at);
+        const long long column = id - first;
+        return id >= 0 && column >= 0 && column < count ? static_cast<int>(column) : -1;
+    }
+};
+
+/// The classes that a row's teacher names among a launch's columns, in shared memory. A warp has a row. A few are a list of those alone;
+/// more are the columns of all that the row names, at their places.
+struct NamedClasses {
+    enum : int { kMost = 1024 };  // classes of a row: Spec::teacher_top_k
+    union {
+        struct {
+            int columns[kListedClasses];
+            float probabilities[kListedClasses];
+            short places[kListedClasses];  ///< among all that the row names
+        } list;
+        alignas(16) int columns[kMost];  ///< −1: not one of the launch's
+    };
+
+    /// Returns how many there are, equal ones included. `first`: the row's first place in the teacher's tensors.
+    template <class Problem>
+    __device__ __forceinline__ int load(const TeacherParams& p, long long first, const LaunchColumns& launch) {
+        const int lane = static_cast<int>(threadIdx.x) % 32;
+        int found = 0;
+        for (int begin = 0; begin < p.top_k; begin += 32) {
+            const int k = begin + lane;
+            const int column = k < p.top_k ? launch.of_id<Problem>(p, first + k) : -1;
+            const unsigned here = __ballot_sync(0xffffffffu, column >= 0);
+            const int at = found + __popc(here & ((1u << lane) - 1u));
+            if (column >= 0 && at < kListedClasses) {
+                list.columns[at] = column;
+                list.probabilities[at] = p.probs[first + k];
+                list.places[at] = static_cast<short>(k);
+            }
+            found += __popc(here);
         }
         __syncwarp();
+        if (found > kListedClasses) {
+            const int end = (p.top_k + 3) / 4 * 4;
+            for (int k = lane; k < end; k += 32) columns[k] = k < p.top_k ? launch.of_id<Problem>(p, first + k) : -1;
+            __syncwarp();
+        }
+        return found;
     }
     /// Calls `visit` once for each of the columns, on any lane: the first place that names it, the column, and the sum of all that do.
+    /// `found`: what `load` has returned.
     template <class Visit>
-    __device__ __forceinline__ void for_each(int top_k, const Visit& visit) const {
-        for (int k = static_cast<int>(threadIdx.x) % 32; k < top_k; k += 32) {
-            const int column = columns[k];
-            if (column < 0) continue;
+    __device__ __forceinline__ void for_each(const TeacherParams& p, long long first, int found, const Visit& visit) const {
+        const int lane = static_cast<int>(threadIdx.x) % 32;
+        if (found > kListedClasses) {
+            for (int k = lane; k < p.top_k; k += 32) {
+                if (columns[k] >= 0) visit_first(p, first, k, visit);
+            }
+            return;
+        }
+        for (int i = lane; i < found; i += 32) {
             int before = 0;
             float probability = 0.f;
-            for (int other = 0; other < top_k; ++other) {
-                if (columns[other] != column) continue;
-                before += other < k ? 1 : 0;
-                probability += probabilities[other];
+            for (int other = 0; other < found; ++other) {
+                if (list.columns[other] != list.columns[i]) continue;
+                before += other < i ? 1 : 0;
+                probability += list.probabilities[other];
             }
-            if (before == 0) visit(k, column, probability);
+            if (before == 0) visit(list.places[i], list.columns[i], probability);
         }
+    }
+
+private:
+    /// Visits place k, if no place before it has its column.
+    template <class Visit>
+    __device__ __forceinline__ void visit_first(const TeacherParams& p, long long first, int k, const Visit& visit) const {
+        const int column = columns[k];
+        float probability = 0.f;
+        for (int four = 0; four < p.top_k; four += 4) {
+            const int4 others = *reinterpret_cast<const int4*>(&columns[four]);
+            if (others.x != column && others.y != column && others.z != column && others.w != column) continue;
+            for (int other = four; other < four + 4; ++other) {
+                if (columns[other] != column) continue;
+                if (other < k) return;
+                probability += p.probs[first + other];
+            }
+        }
+        visit(k, column, probability);
     }
 };
 
@@ -230,11 +289,12 @@ __device__ __forceinline__ void teacher_dlogits(const TeacherRowsParams& p) {
     if (target.target < 0) return;
     const long long first = teacher_row(p.list, row) * p.teacher.top_k;
     NamedClasses& named = of_warp[warp];
-    named.load<Problem>(p.teacher, first, p.first_column, p.columns);
+    const LaunchColumns launch{p.first_column, p.columns};
+    const int found = named.load<Problem>(p.teacher, first, launch);
     const float4 c = static_cast<const float4*>(p.coefficients)[row];
     const float scale = dlogits_scale<Problem>(p.scalars, false);
     Element* const dlogits = static_cast<Element*>(p.dlogits) + row * p.ld;
-    named.for_each(p.teacher.top_k, [&](int k, int column, float probability) {
+    named.for_each(p.teacher, first, found, [&](int k, int column, float probability) {
         const float logprob = p.teacher.logprobs[first + k];
         float dz = ::expf(logprob) * (Problem::entropy ? c.x + c.y * fmaxf(logprob + target.lse, farthest_below()) : c.x);
         if (target.target - p.first_column == column) dz -= c.z;

@@ -239,7 +239,7 @@ INSTANTIATE_TEST_SUITE_P(
     Teachers, CudaOptionsCompile,
     testing::Combine(
         testing::Values("sm_80", "sm_90a"),
-        testing::Values(Variant{"Bf16HiddenMajor", "D=200,V=1000,layout=hidden_major,bias,teacher_top_k=256", true, Level::nightly},
+        testing::Values(Variant{"Bf16HiddenMajor", "D=200,V=1000,layout=hidden_major,bias,teacher_top_k=1024", true, Level::nightly},
                         Variant{"Fp32HiddenMajor", "D=200,V=1001,dtype=fp32,layout=hidden_major,teacher_top_k=1", true},
                         Variant{"Bf16Capped", "D=2048,V=50257,bias,temperature,softcap=30,teacher_top_k=64", true},
                         Variant{"Bf16Smoothed", "D=2048,V=50257,label_smoothing=0.1,teacher_top_k=64,hard_weight=0.5", true,

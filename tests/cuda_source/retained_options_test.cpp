@@ -76,7 +76,7 @@ INSTANTIATE_TEST_SUITE_P(Every, RetainedOptions,
                          testing::Values("", ",softcap=30", ",bias", ",label_smoothing=0.1", ",z_loss=0.0001", ",class_weight",
                                          ",outputs=logprobs+entropy+top1,temperature", ",token_weight",
                                          ",bias,label_smoothing=0.1,class_weight", ",softcap=30,bias,temperature,logit_scale=0.5",
-                                         ",teacher_top_k=64", ",teacher_top_k=256,hard_weight=0.5,bias,label_smoothing=0.1,token_weight",
+                                         ",teacher_top_k=64", ",teacher_top_k=1024,hard_weight=0.5,bias,label_smoothing=0.1,token_weight",
                                          ",teacher_top_k=1,softcap=30,bias,temperature,logit_scale=0.5"));
 
 /// Where the launches of a pass stand; a kernel that is not launched is behind them all.

@@ -58,7 +58,7 @@ Spec random_spec(std::mt19937_64& random) {
     if (s.outputs == Outputs{.loss = false}) s.outputs.entropy = true;
     s.token_weight = s.outputs.loss && coin();
     if (s.outputs.loss && !s.class_weight && coin()) {
-        s.teacher_top_k = static_cast<int>(number(1, 256));
+        s.teacher_top_k = static_cast<int>(number(1, 1024));
         s.hard_weight = real(0, 1);
     }
     s.dft = s.outputs.loss && s.outputs.logprobs && s.teacher_top_k == 0 && coin();

@@ -66,7 +66,7 @@ struct Spec {
     double softcap = 0.0;          ///< 0: off; else > 0
     double label_smoothing = 0.0;  ///< 0 ≤ ε ≤ 1
     double z_loss = 0.0;           ///< ω ≥ 0
-    int teacher_top_k = 0;         ///< K, 0 to 256: a call has K ids of classes and their probabilities for each token (the teacher's); 0:
+    int teacher_top_k = 0;         ///< K, 0 to 1024: a call has K ids of classes and their probabilities for each token (the teacher's); 0:
                                    ///< none. Not together with class_weight or dft
     double hard_weight = 0.0;      ///< 0 to 1, with teacher_top_k: the share of the target's cross entropy
     Outputs outputs{};

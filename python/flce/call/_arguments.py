@@ -15,7 +15,7 @@ from flce.call._targets import check_target_dtype, check_tensors
 from flce.core._frame import PLAIN_TYPES
 
 DEVICE_TYPES = ("cpu", "cuda", "meta")
-MOST_TEACHER_TOP_K = 256
+MOST_TEACHER_TOP_K = 1024
 
 
 def check_inputs(
