@@ -41,7 +41,7 @@ constexpr BadText kBadTexts[] = {
     {"smoothing_over_1", "D=64,V=100,label_smoothing=1.5", "label_smoothing", "1.5"},
     {"negative_smoothing", "D=64,V=100,label_smoothing=-0.1", "label_smoothing", "-0.1"},
     {"negative_z_loss", "D=64,V=100,z_loss=-1", "z_loss", "-1"},
-    {"too_many_classes_of_a_teacher", "D=64,V=1000,teacher_top_k=257", "teacher_top_k", "257"},
+    {"too_many_classes_of_a_teacher", "D=64,V=1000,teacher_top_k=1025", "teacher_top_k", "1025"},
     {"negative_teacher_top_k", "D=64,V=100,teacher_top_k=-1", "teacher_top_k", "-1"},
     {"teacher_top_k_past_32_bits", "D=64,V=100,teacher_top_k=4294967297", "teacher_top_k", "4294967297"},
     {"hard_weight_over_1", "D=64,V=100,teacher_top_k=4,hard_weight=1.5", "hard_weight", "1.5"},
