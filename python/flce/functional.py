@@ -201,7 +201,7 @@ def linear_cross_entropy(hidden: Any, weight: _Head, target: Any, **options: Any
 def _of_several(hidden: Sequence[Tensor], weight: _Head, target: Any, options: dict[str, Any], loss_weights: Any) -> Any:
     """`linear_cross_entropy` of several hidden states: one call of all rows, and the depths' losses of the rows' losses."""
     reduction = options.pop("reduction", "mean")
-    _depths.check_stated(target, options.get("shift"), len(hidden))
+    _depths.check_stated(hidden, target, options.get("shift"))
     each = _depths.split_options(options, len(hidden))
     given = _Given("cross_entropy", weight, options)
     depths = _depths.Depths(hidden, target, each, given.parallel, given.ignore_index)

@@ -441,8 +441,8 @@ def test_second_derivative_is_refused(device: str) -> None:
 # ── Refusals ────────────────────────────────────────
 
 REFUSALS: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"teacher_ids": torch.zeros(37, 0, dtype=torch.long), "teacher_probs": torch.zeros(37, 0)}, flce.ShapeError, "K from 1 to 256"),
-    ({"teacher_ids": torch.zeros(37, 1025, dtype=torch.long), "teacher_probs": torch.zeros(37, 1025)}, flce.ShapeError, "K from 1 to 256"),
+    ({"teacher_ids": torch.zeros(37, 0, dtype=torch.long), "teacher_probs": torch.zeros(37, 0)}, flce.ShapeError, "K from 1 to 1024"),
+    ({"teacher_ids": torch.zeros(37, 1025, dtype=torch.long), "teacher_probs": torch.zeros(37, 1025)}, flce.ShapeError, "K from 1 to 1024"),
     ({"teacher_ids": torch.zeros(36, 6, dtype=torch.long)}, flce.ShapeError, "teacher_ids has shape"),
     ({"teacher_ids": torch.zeros(37, 6)}, flce.DTypeError, "teacher_ids has dtype"),
     ({"teacher_ids": None}, flce.DTypeError, "teacher_ids"),
@@ -481,4 +481,4 @@ def test_kernel_is_found_ahead() -> None:
     kernel = flce.get_kernel(24, VOCAB, torch.float32, device="cpu", teacher_top_k=6)
     assert "teacher_top_k=6" in kernel.spec
     with pytest.raises(flce.SpecError, match="teacher_top_k"):
-        flce.get_kernel(24, VOCAB, torch.float32, device="cpu", teacher_top_k=300)
+        flce.get_kernel(24, VOCAB, torch.float32, device="cpu", teacher_top_k=1025)

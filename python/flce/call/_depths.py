@@ -49,9 +49,12 @@ def split_options(options: dict[str, Any], count: int) -> list[dict[str, Any]]:
     return each
 
 
-def check_stated(target: Any, shift: Any, count: int) -> None:
-    """Refuses labels of which it is not said which one a depth predicts."""
-    if not are_several(target) and not are_several(shift):
+def check_stated(hidden: Sequence[Any], target: Any, shift: Any) -> None:
+    """Refuses a list that is none of hidden states, and labels of which it is not said which one a depth predicts."""
+    count = len(hidden)
+    if hidden and not isinstance(hidden[0], Tensor):
+        raise errors.DTypeError(f"hidden is a {type(hidden).__name__}; it must be a tensor, or a list of tensors")
+    if hidden and not are_several(target) and not are_several(shift):
         raise errors.ArgumentError(
             f"hidden is a list of {count}, and target and shift are one for all: give a target for each, aligned with it, or a list of "
             f"shifts: {[1 + depth for depth in range(count)]} where depth d predicts the label 1 + d positions on, {[0] * count} where all "
