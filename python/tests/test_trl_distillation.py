@@ -146,12 +146,12 @@ def test_a_class_twice_and_a_sure_student() -> None:
 
 
 def test_too_many_classes_are_trls_own(caplog: pytest.LogCaptureFixture) -> None:
-    given = problem(top_k=300, vocab_size=400)
+    given = problem(top_k=1100, vocab_size=1200)
     before = flce.trl.calls()
     with caplog.at_level(logging.WARNING, "flce"), flce.trl.patch():
         assert_same(results(trl_async._chunked_jsd_loss, given), results(OWN, given), 0)
     assert flce.trl.calls() == {"fused": before["fused"], "own": before["own"] + 1}
-    assert "more than 256 classes" in caplog.text
+    assert "more than 1024 classes" in caplog.text
 
 
 def test_a_class_that_the_student_lacks_is_refused_as_in_trl() -> None:

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from flce import errors, functional
+from flce.call._arguments import MOST_TEACHER_TOP_K
 from flce.core._once import say_once
 from flce.trl import _own
-
-_MOST_CLASSES = 256  # the most teacher's ids that linear_topk_distillation takes
 
 
 def chunked_jsd_loss(
@@ -40,7 +39,7 @@ def chunked_jsd_loss(
 
     hidden_valid [N, H], lm_head_weight [V, H], lm_head_bias [V], target_ids, teacher_target_logps and valid_candidate_mask [N, K],
     teacher_id_idx [N]. The divergence itself is TRL's. 16-bit hidden states beside an fp32 weight are read as fp32, as TRL does. K beyond
-    256, and what `ChunkedLogProbFunction` leaves to TRL, is TRL's own function's.
+    1024, and what `ChunkedLogProbFunction` leaves to TRL, is TRL's own function's.
     """
     given = (
         *(hidden_valid, lm_head_weight, lm_head_bias, logit_scale, final_logit_softcapping, target_ids, teacher_target_logps),
@@ -48,8 +47,8 @@ def chunked_jsd_loss(
     )
     _own.check_temperature(temperature)
     formula = {"logit_scale": logit_scale, "final_logit_softcapping": final_logit_softcapping}
-    if target_ids.shape[-1] > _MOST_CLASSES:
-        say_once(f"flce.trl: TRL's own _chunked_jsd_loss computes more than {_MOST_CLASSES} classes a token")
+    if target_ids.shape[-1] > MOST_TEACHER_TOP_K:
+        say_once(f"flce.trl: TRL's own _chunked_jsd_loss computes more than {MOST_TEACHER_TOP_K} classes a token")
         _own.count(fused=False)
         return _own.DIVERGENCE.own()(*given)  # type: ignore[no-any-return]
     if not _own.computes("_chunked_jsd_loss", hidden_valid, lm_head_weight, **formula):
