@@ -18,11 +18,10 @@ from torch import Tensor
 from flce.budget import MemoryBudget
 
 
-class _Head(TypedDict, total=False):
+class _Any(TypedDict, total=False):
     bias: Tensor | None
     logit_scale: float | None
     softcap: float | None
-    temperature: Tensor | float | None
     batch_invariant: bool
     workspace_limit_bytes: int | MemoryBudget | None
     retain_in_grad_weight: bool | None
@@ -33,6 +32,10 @@ class _Head(TypedDict, total=False):
     vocab_size: int | None
     reduce_dtype: torch.dtype | None
     reduce_grad_hidden: bool
+
+
+class _Head(_Any, total=False):
+    temperature: Tensor | float | None
 
 
 class _Layer(_Head, total=False):
@@ -119,26 +122,13 @@ class CrossEntropyWithLogSumSqProbs(_CrossEntropy, _Lse, _Logprobs, _Entropy, _T
 class CrossEntropyOrMore(_CrossEntropy, _Lse, _Logprobs, _Entropy, _Top1, _LogSumSqProbs): ...
 
 
-class CrossEntropyOfSeveral(_Lse, _Logprobs, _Entropy, _Top1, _LogSumSqProbs, total=False):
+class CrossEntropyOfSeveral(_Any, _Lse, _Logprobs, _Entropy, _Top1, _LogSumSqProbs, total=False):
     """Options of a call of several hidden states: some are one for all, or one for each."""
 
-    bias: Tensor | None
-    logit_scale: float | None
-    softcap: float | None
     temperature: Tensor | float | Sequence[Tensor | float] | None
     ignore_index: int
     shift: int | Sequence[int]
     cu_seqlens: Tensor | Sequence[Tensor | None] | None
-    batch_invariant: bool
-    workspace_limit_bytes: int | MemoryBudget | None
-    retain_in_grad_weight: bool | None
-    grad_weight_out: Tensor | None
-    process_group: Any
-    sequence_parallel: bool
-    vocab_start: int | None
-    vocab_size: int | None
-    reduce_dtype: torch.dtype | None
-    reduce_grad_hidden: bool
     reduction: str
     num_valid_tokens: Tensor | float | Sequence[Tensor | float | None] | None
     label_smoothing: float
