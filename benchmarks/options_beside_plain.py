@@ -1,8 +1,8 @@
 """The cost of an option: a layer with it beside the plain layer and the three cuBLAS GEMMs, all in one process and in an order drawn anew.
 
     python3 benchmarks/options_beside_plain.py [--shape 8192x2304x256000] [--softcap 30] [--seconds 20] [--out FILE.json]
-    python3 benchmarks/options_beside_plain.py --classes 64     # linear_logprobs_at of so many classes a token beside linear_logprobs
-    python3 benchmarks/options_beside_plain.py --depths 2       # hidden states of so many depths beside one tensor with all rows
+    python3 benchmarks/options_beside_plain.py --classes 64     # linear_logprobs_at of 64 classes a token beside linear_logprobs
+    python3 benchmarks/options_beside_plain.py --depths 2       # two hidden states that share the rows beside one that has all
 
 Forward and backward in bf16, each three ways: everything retained (workspace_limit_bytes without a bound), exponentials in the weight
 gradient's memory, nothing retained. Each step runs behind the GEMMs, which are timed too, so that every step finds the GPU's clocks as they
@@ -129,8 +129,8 @@ def main() -> None:
     parser.add_argument("--softcap", type=float, help="(default: 30, if no other option is asked for)")
     parser.add_argument("--label-smoothing", type=float, default=0.0)
     parser.add_argument("--z-loss", type=float, default=0.0)
-    parser.add_argument("--classes", type=int, help="instead: linear_logprobs_at of so many classes a token, beside linear_logprobs")
-    parser.add_argument("--depths", type=int, help="instead: so many hidden states with all rows between them")
+    parser.add_argument("--classes", type=int, metavar="K", help="measure linear_logprobs_at of K classes a token instead")
+    parser.add_argument("--depths", type=int, metavar="N", help="measure N hidden states that share the rows instead")
     parser.add_argument("--seconds", type=float, default=20, help="time to measure, about (default: 20)")
     parser.add_argument("--commit", help="of what is measured (default: git's)")
     parser.add_argument("--out", type=Path, help="a file for the figures as JSON")

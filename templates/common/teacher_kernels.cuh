@@ -197,8 +197,8 @@ struct LaunchColumns {
     }
 };
 
-/// The classes that a row's teacher names among a launch's columns, in shared memory. A warp has a row. A few are a list of those alone;
-/// more are the columns of all that the row names, at their places.
+/// The classes that a row's teacher names among a launch's columns, in shared memory. A warp has a row. Up to kListedClasses of them are
+/// listed; where there are more, `columns` has an entry for every class that the row names.
 struct NamedClasses {
     enum : int { kMost = 1024 };  // classes of a row: Spec::teacher_top_k
     union {

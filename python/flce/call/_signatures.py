@@ -18,7 +18,7 @@ from torch import Tensor
 from flce.budget import MemoryBudget
 
 
-class _Any(TypedDict, total=False):
+class _EveryCall(TypedDict, total=False):
     bias: Tensor | None
     logit_scale: float | None
     softcap: float | None
@@ -34,7 +34,7 @@ class _Any(TypedDict, total=False):
     reduce_grad_hidden: bool
 
 
-class _Head(_Any, total=False):
+class _Head(_EveryCall, total=False):
     temperature: Tensor | float | None
 
 
@@ -122,7 +122,7 @@ class CrossEntropyWithLogSumSqProbs(_CrossEntropy, _Lse, _Logprobs, _Entropy, _T
 class CrossEntropyOrMore(_CrossEntropy, _Lse, _Logprobs, _Entropy, _Top1, _LogSumSqProbs): ...
 
 
-class CrossEntropyOfSeveral(_Any, _Lse, _Logprobs, _Entropy, _Top1, _LogSumSqProbs, total=False):
+class CrossEntropyOfSeveral(_EveryCall, _Lse, _Logprobs, _Entropy, _Top1, _LogSumSqProbs, total=False):
     """Options of a call of several hidden states: some are one for all, or one for each."""
 
     temperature: Tensor | float | Sequence[Tensor | float] | None
