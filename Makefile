@@ -95,9 +95,9 @@ test-torch-versions: build-tests
 test-install: build-tests
 	@tools/test_install.sh build
 
-# Where memory is handled; the command and the parts that only write source code are left to `cmake --build --preset sanitize`.
-SANITIZED := badinput c_api cache cpu matrix parallel properties session
-# Matrices meet the same code in every combination: all of them in nightly alone.
+# Where memory is handled; the command and the parts that only write source code are left to `cmake --build --preset sanitize`. Matrices
+# meet in every combination the code that cpu and properties meet.
+SANITIZED := badinput c_api cache cpu $(if $(filter nightly,$(LEVEL)),matrix) parallel properties session
 test-sanitize: setup ## the CPU tests under AddressSanitizer and UndefinedBehaviorSanitizer
 	@tools/configure.sh sanitize
 	cmake --build --preset sanitize -j $(JOBS) --target $(addprefix test_,$(SANITIZED))
