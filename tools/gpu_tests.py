@@ -8,8 +8,8 @@
 Most of a test's time is NVRTC's and the fp64 oracle's, on a core of its own: a process a core shares the GPU. Cases run in the binaries'
 order, those whose names have a word of --first before them. --after leaves out what passed in earlier runs, so that a run which the time
 cut off goes on in the next; --out is written every 15 seconds. Ends with a table for tests/gpu-results.md, and with 1 if a case failed or a
-process died, also after its cases had passed; what such processes printed is in the file beside --out that ends in .failures. Needs only
-Python and the binaries.
+process died, also after its cases had passed; what such processes printed is in the file beside --out that ends in .failures. The level is
+nightly where FLCE_TEST_LEVEL says nothing else. Needs only Python and the binaries.
 """
 
 import argparse
@@ -116,7 +116,9 @@ class Run:
             if self.late():
                 return
             gpu, self._begun = self._begun % self.gpus, self._begun + 1
-            environment = {**os.environ, "CUDA_VISIBLE_DEVICES": str(gpu)} if self.gpus > 1 else None
+            environment = {"FLCE_TEST_LEVEL": "nightly", **os.environ}
+            if self.gpus > 1:
+                environment["CUDA_VISIBLE_DEVICES"] = str(gpu)
             command = [binary, "--gtest_filter=" + ":".join(names)]
             both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
             process = subprocess.Popen(command, env=environment, **both)

@@ -39,7 +39,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     levels.mark_repetitions(items)
     left_out = ["nightly", "full"] if levels.QUICK else ["nightly"]
     left_out = [marker for marker in left_out if marker not in config.getoption("markexpr")]
-    left = [item for item in items if any(item.get_closest_marker(marker) for marker in left_out)]
+    left = [item for item in items if levels.is_left_out(item, left_out)]
     if left:
         config.hook.pytest_deselected(items=left)
         items[:] = [item for item in items if item not in left]
@@ -65,7 +65,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs a CUDA device; skipped without one")
     config.addinivalue_line("markers", "full: repeats in more combinations what a quick test has; deselected at FLCE_TEST_LEVEL=quick")
     config.addinivalue_line("markers", "pairwise: of its parameters' combinations, quick has enough that every pair of values is in one")
-    config.addinivalue_line("markers", "nightly: takes long; run with -m nightly, and deselected without")
+    config.addinivalue_line("markers", "nightly(*paths): takes long; run with -m nightly, deselected without; full where a path changed")
     config.addinivalue_line("markers", "first_and_direct: also with every call a direct one, as from the third of its kind")
     config.addinivalue_line("markers", "another_process: whose calls are of a process of its own, which first_and_direct would only repeat")
     torch.manual_seed(0)

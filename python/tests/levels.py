@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import itertools
 import os
+import subprocess
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
 
+ROOT = Path(__file__).resolve().parent.parent.parent
 QUICK = os.environ.get("FLCE_TEST_LEVEL") == "quick"
 Case = TypeVar("Case")
 
@@ -28,6 +32,23 @@ def by_ranks(cases: dict[int, int]) -> pytest.MarkDecorator:
     """Parametrizes `ranks` and `cases` from the number of cases by number of ranks: two ranks are quick, others full."""
     each = [pytest.param(ranks, count, id=f"{ranks} ranks", marks=() if ranks == 2 else pytest.mark.full) for ranks, count in cases.items()]
     return pytest.mark.parametrize(("ranks", "cases"), each)
+
+
+@cache
+def of_late(checkout: Path = ROOT) -> list[str]:
+    """Paths of a checkout that changed within a day, by git's history and what is not committed; none where there is no history."""
+    found: list[str] = []
+    for command in (["log", "--since=1 day ago", "--name-only", "--format="], ["ls-files", "--modified", "--others", "--exclude-standard"]):
+        done = subprocess.run(["git", "-C", str(checkout), *command], capture_output=True, text=True, check=False)
+        found += done.stdout.split("\n") if done.returncode == 0 else []
+    return [path for path in found if path]
+
+
+def is_left_out(item: pytest.Item, left_out: Sequence[str]) -> bool:
+    """Whether a marker of the item is among `left_out`. `nightly(*paths)` is `full` where something in one of the paths changed of late."""
+    markers = {marker.name: marker.args for marker in reversed(list(item.iter_markers()))}
+    changed = [path for path in of_late() if path.startswith(markers.get("nightly", ()))]
+    return bool({"full" if name == "nightly" and changed else name for name in markers}.intersection(left_out))
 
 
 def pairwise(cases: Sequence[dict[str, Any]]) -> list[int]:

@@ -248,7 +248,7 @@ def test_seconds_bound_the_rounds() -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="memory on a CPU is read from Linux's /proc")
-@pytest.mark.full
+@pytest.mark.nightly
 def test_memory_on_a_cpu_is_that_of_the_logits() -> None:
     own = Own("own", lambda given: flce.linear_cross_entropy(given.hidden, given.weight, given.target))
     shape = {"num_tokens": 512, "hidden_size": 16, "vocab_size": 16384}  # fp32 logits: 32 MiB

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from levels import QUICK, by_ranks, in_turn
+import pytest
+from levels import QUICK, in_turn
 from rank_support import cases_passed
 
 
-@by_ranks({2: 51, 4: 51})
+@pytest.mark.parametrize(("ranks", "cases"), [(2, 51), pytest.param(4, 51, marks=pytest.mark.nightly)])
 def test_slices_equal_the_whole_layer(ranks: int, cases: int) -> None:
     left_out = 16 - len(in_turn(range(16), 5)) + 3 * QUICK
     assert cases_passed("compat_parallel_worker.py", str(ranks)) == {ranks: cases - left_out}

@@ -39,6 +39,7 @@ def test_fine_tuning_needs_less_memory_for_the_same_losses() -> None:
     assert float(re.findall(r"losses differ by ([\d.e-]+)", output)[0]) < 1e-4
 
 
+@pytest.mark.nightly("examples/engine")
 def test_ppo_raises_its_scores() -> None:
     output = run(str(EXAMPLES / "engine_ppo.py"), "--tiny", "--early-stop-kl", "1.0", "--entropy-coef", "0.001", "--adaptive-kl")
     first, last = map(float, re.findall(r"mean score of the first \d+ iterations ([+-][\d.]+), of the last \d+ ([+-][\d.]+)", output)[0])

@@ -382,9 +382,9 @@ def test_library_of_another_abi_is_refused(source: str, message: str, tmp_path: 
     ("variable", "value"),
     [
         ("FLCE_LIBRARY", b"/nonexistent/\xff.so"),
-        pytest.param("FLCE_NUM_THREADS", b"\xff", marks=pytest.mark.full),
-        pytest.param("FLCE_SIGNING_KEY", b"/nonexistent/\xff.pem", marks=pytest.mark.full),
-        pytest.param("FLCE_CACHE_REMOTE", b"ftp://\xff", marks=pytest.mark.full),
+        pytest.param("FLCE_NUM_THREADS", b"\xff", marks=pytest.mark.nightly),
+        pytest.param("FLCE_SIGNING_KEY", b"/nonexistent/\xff.pem", marks=pytest.mark.nightly),
+        pytest.param("FLCE_CACHE_REMOTE", b"ftp://\xff", marks=pytest.mark.nightly),
     ],
 )
 def test_a_name_that_is_no_utf8_is_shown(variable: str, value: bytes) -> None:

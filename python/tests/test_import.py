@@ -42,7 +42,7 @@ def test_a_name_that_there_is_not() -> None:
         flce.linear  # noqa: B018
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_imported_a_second_time() -> None:
     """Imports the package beside remains of the first import, and alone."""
     run("""

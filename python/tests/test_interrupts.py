@@ -137,8 +137,8 @@ LEAST_LINES = 50  # lines of the package that forward and backward run through
     [
         *((kind, False) for kind in ("grad_weight_out", "operator")),
         ("retaining", True),
-        *(pytest.param(kind, False, marks=pytest.mark.full) for kind in ("plain", "num_valid_tokens", "extra outputs", "retaining")),
-        pytest.param("plain", True, marks=pytest.mark.full),
+        *(pytest.param(kind, False, marks=pytest.mark.nightly) for kind in ("plain", "num_valid_tokens", "extra outputs", "retaining")),
+        pytest.param("plain", True, marks=pytest.mark.nightly),
     ],
     ids=lambda value: {True: "first use"}.get(value, value),
 )

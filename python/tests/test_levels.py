@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import os
+import subprocess
+import time
+from pathlib import Path
 from typing import Any
 
 import levels
@@ -45,3 +49,36 @@ def test_quick_leaves_out_repetitions_alone(pytester: pytest.Pytester, monkeypat
     )
     for expression, count in (("not full and not nightly", 7), ("full", 6), ("nightly", 4)):
         assert pytester.runpytest("-m", expression, "-p", "no:cacheprovider").parseoutcomes()["passed"] == count
+
+
+def test_nightly_is_full_where_its_files_changed(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytester.makeconftest("def pytest_configure(config): config.addinivalue_line('markers', 'nightly: x')")
+    monkeypatch.setattr(levels, "of_late", lambda: ["examples/a.py"])
+    each = {"always": "", "changed": "('examples/', 'tools/x.py')", "as_it_was": "('docs/')"}
+    source = "".join(f"@pytest.mark.nightly{paths}\ndef test_{name}(): pass\n" for name, paths in each.items())
+    for item in pytester.getitems("import pytest\n" + source):
+        changed = item.name == "test_changed"
+        assert levels.is_left_out(item, ["nightly"]) != changed
+        assert levels.is_left_out(item, ["full"]) == changed  # quick leaves it out
+        assert not levels.is_left_out(item, [])
+
+
+def test_what_changed_of_late(tmp_path: Path) -> None:
+    assert levels.of_late(tmp_path) == []
+
+    def git(*arguments: str, days: int = 0) -> None:
+        date = {"GIT_COMMITTER_DATE": str(int(time.time()) - days * 86400)}
+        identity = ["-c", "user.name=flce", "-c", "user.email=flce@localhost", "-c", "commit.gpgsign=false"]
+        subprocess.run(["git", "-C", str(tmp_path), *identity, *arguments], env=os.environ | date, check=True, capture_output=True)
+
+    git("init")
+    for name, days in (("old", 3), ("new", 0)):
+        (tmp_path / name).write_text("")
+        git("add", name)
+        git("commit", "-m", name, days=days)
+    levels.of_late.cache_clear()
+    assert levels.of_late(tmp_path) == ["new"]
+    (tmp_path / "old").write_text("x")
+    (tmp_path / "untracked").write_text("")
+    levels.of_late.cache_clear()
+    assert sorted(levels.of_late(tmp_path)) == ["new", "old", "untracked"]

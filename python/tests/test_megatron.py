@@ -385,6 +385,7 @@ def test_main_grad_by_the_layers_own_choice(fused: list[Any], caplog: pytest.Log
 # ── Processes of their own ──────────────────────────
 
 
+@pytest.mark.nightly("examples/megatron_style.py")
 def test_example_trains_and_needs_less_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "1048576")  # freed memory goes back to the system, and a peak shows
     output = launch(str(EXAMPLE), "--tiny", "--depths", "1", "--steps", "3")

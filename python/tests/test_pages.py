@@ -37,8 +37,8 @@ pip() {
 """
 
 
-# Pages whose commands take a minute and more: they start a process for each contender or stage.
-LONG = {"comparing", "engine"}
+# Pages whose commands take a quarter of a minute and more: they start a process for each kernel set, contender or stage.
+LONG = {"cache", "comparing", "engine", "prewarm", "tuning"}
 
 
 def pages_with(language: str) -> list[Any]:

@@ -234,8 +234,8 @@ def test_a_child_process_has_nothing_of_another_threads_step() -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("dynamic", [pytest.param(None, marks=pytest.mark.nightly), True])
+@pytest.mark.nightly
+@pytest.mark.parametrize("dynamic", [None, True])
 def test_compiled_for_several_batch_sizes(dynamic: bool | None) -> None:
     model = llama()
     own = {batch: loss_of(model, tokens(batch)) for batch in (1, 2, 3)}

@@ -64,7 +64,7 @@ def test_backward_under_a_receive_over_nccl_that_waits_for_it(device: str) -> No
     assert passed("tensor_parallel_receive_worker.py", str(ranks), device) == {ranks: 2}
 
 
-@pytest.mark.full
+@pytest.mark.nightly("examples/tensor_parallel.py")
 def test_example_trains_and_needs_less_memory() -> None:
     """Runs beside torch's loss_parallel, whose logits, 64 MiB on a rank, are there several times."""
     example = str(HERE.parent.parent / "examples" / "tensor_parallel.py")

@@ -188,6 +188,7 @@ def test_ranks() -> None:
     assert rank_support.cases_passed("torchtitan_worker.py", "2") == {2: 11}
 
 
+@pytest.mark.nightly("examples/torchtitan_style.py")
 def test_example_trains_and_needs_less_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "1048576")  # freed memory goes back to the system, and a peak shows
     output = launch(str(HERE.parent.parent / "examples" / "torchtitan_style.py"), "--tiny", "--steps", "3")

@@ -424,6 +424,7 @@ def test_a_batch_without_labels_gives_a_zero_with_gradients() -> None:
     assert all(parameter.grad is not None and parameter.grad.abs().max() == 0 for parameter in model.parameters())
 
 
+@pytest.mark.nightly("examples/trl_grpo.py")
 def test_the_example_takes_less_memory_with_flce(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "1048576")  # freed memory goes back to the system, and a peak shows
     example = Path(__file__).resolve().parent.parent.parent / "examples" / "trl_grpo.py"

@@ -61,12 +61,12 @@ Level level_of(std::string_view arch, std::string_view variant) {
     const bool fp32 = variant == kFp32Everything.name;
     const bool everything = variant.ends_with("Everything");
     if (arch == "sm_100a") return fp32 ? Level::full : Level::quick;  // the path of library products, whose kernels are small
-    if (arch == "sm_120") return fp32 || plain ? Level::quick : everything ? Level::full : Level::nightly;
+    if (arch == "sm_120") return fp32 || plain ? Level::quick : Level::nightly;
     if (arch != "sm_80" && arch != "sm_90a") return Level::nightly;
     // The path of sm_90a has bf16 and fp16 layers of some depth; others are compiled for it as for sm_80.
     const bool own_path =
         plain || variant == kTokens.name || variant == kTeacher.name || variant == kShard.name || variant == kFp32Weight.name;
-    return (arch == "sm_90a" ? own_path : everything || variant == kFp16HiddenMajor.name) ? Level::quick : Level::full;
+    return (arch == "sm_90a" ? own_path : everything || variant == kFp16HiddenMajor.name) ? Level::quick : Level::nightly;
 }
 
 void expect_sound(const std::vector<KernelResources>& report, const Plan& plan) {
@@ -133,7 +133,7 @@ INSTANTIATE_TEST_SUITE_P(EveryArchitecture, CudaSourceCompile,
 
 // Where cuBLASLt is not there.
 TEST(CudaSourceCompile, GenericPath_CompilesWithoutSpillsWhereAnotherIsPreferred) {
-    FLCE_FROM_LEVEL(Level::full);
+    FLCE_FROM_LEVEL(Level::nightly);
     FLCE_REQUIRE_NVRTC_FOR("sm_100a");
     const Spec spec = parse_spec(kPlain.spec);
     const Device device = describe_device("sm_100a");
