@@ -383,16 +383,6 @@ def linear_topk_distillation(hidden: Tensor, weight: _Head, teacher_ids: Tensor,
     return given.run(hidden, target, return_loss=True, teacher_top_k=top_k)
 
 
-def weighted_logprobs(
-    hidden: Tensor, weight: Tensor, ids: Tensor, factors: Tensor, target: Tensor, *, bias: Tensor | None, temperature: Any, **logits: Any
-) -> Tensor:
-    """Σ factor · log p(id) over ids [N, K] with factors [N, K] of any sign. `logits`: logit_scale and softcap."""
-    top_k = check_teacher(ids, factors, hidden, target, over_ranks=False)
-    options = call_options(return_loss=True, reduction="sum", teacher_top_k=top_k, temperature=temperature, **logits)
-    total: Tensor = _call.run(hidden, weight, target, options, bias=bias, temperature=temperature, teacher_ids=ids, teacher_probs=-factors)
-    return total
-
-
 def _rows_with_a_class(teacher_ids: Tensor, given: _Given) -> Tensor:
     """A target that says which rows take part, by any class."""
     hard_weight = given.options.get("hard_weight", 0.0)

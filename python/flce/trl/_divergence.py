@@ -1,7 +1,6 @@
 """Replaces AsyncDistillationTrainer's `_chunked_jsd_loss`: a divergence from a teacher that is known by its likeliest tokens.
 
-Such a divergence is a function of the student's log-probabilities at those tokens. Its gradient for them is small, [N, K]; the gradient of
-hidden states and weight is that of Σ g · log p, which is `flce.linear_topk_distillation` with −g for probabilities.
+Such a divergence is a function of the student's log-probabilities at those tokens, which `flce.linear_logprobs_at` has with their gradient.
 """
 
 from __future__ import annotations
@@ -54,37 +53,29 @@ def chunked_jsd_loss(
     if not _own.computes("_chunked_jsd_loss", hidden_valid, lm_head_weight, **formula):
         return _own.DIVERGENCE.own()(*given)  # type: ignore[no-any-return]
     dtype = torch.promote_types(hidden_valid.dtype, lm_head_weight.dtype)
-    layer: dict[str, Any] = {
-        "hidden": hidden_valid.to(dtype),
-        "weight": _own.as_read(lm_head_weight, dtype),
-        "bias": None if lm_head_bias is None else _own.as_read(lm_head_bias, dtype),
-        "teacher_ids": _classes(target_ids, valid_candidate_mask, lm_head_weight.shape[0]),
-        "target": target_ids.new_zeros(target_ids.shape[0]),  # every row counts
-        "logit_scale": logit_scale,
-        "softcap": final_logit_softcapping,
-        "temperature": temperature,
-    }
-    with torch.no_grad():
-        nothing = torch.zeros_like(teacher_target_logps, dtype=torch.float32)
-        _, entropy, at_ids = functional.linear_topk_distillation(
-            **layer, teacher_probs=nothing, reduction="none", return_entropy=True, return_teacher_logprobs=True
-        )
-    trains = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (hidden_valid, lm_head_weight, lm_head_bias))
-    at_ids.requires_grad_(trains)
+    ids = _classes(target_ids, valid_candidate_mask, lm_head_weight.shape[0])
+    at_ids, entropy = functional.linear_logprobs_at(
+        hidden_valid.to(dtype),
+        _own.as_read(lm_head_weight, dtype),
+        ids,
+        bias=None if lm_head_bias is None else _own.as_read(lm_head_bias, dtype),
+        logit_scale=logit_scale,
+        softcap=final_logit_softcapping,
+        temperature=temperature,
+        return_entropy=True,
+    )
     divergence, teacher, support = _divergence(at_ids, teacher_target_logps, valid_candidate_mask, beta, add_tail_bucket)
-    value = loss = divergence.detach().sum()
-    if trains:
-        (gradient,) = torch.autograd.grad(divergence.sum(), at_ids)
-        ids = layer.pop("teacher_ids")
-        surrogate = functional.weighted_logprobs(**layer, ids=ids, factors=gradient)
-        loss = value + (surrogate - surrogate.detach())
-    return loss, value, entropy.sum(), *_of_teachers(divergence.detach(), teacher, support, teacher_id_idx, num_teachers)
+    loss = divergence.sum()
+    of_teachers = _of_teachers(divergence.detach(), teacher, support, teacher_id_idx, num_teachers)
+    return loss, loss.detach(), entropy.detach().sum(), *of_teachers
 
 
 def _classes(ids: Tensor, valid: Tensor, vocab_size: int) -> Tensor:
-    """-1 where there is none. Raises ArgumentError for a class that the student does not have, where TRL's own function has a RuntimeError;
-    it waits for the device, as the trainer's metrics do in every step."""
+    """-1 where there is none; a token without any names class 0, which the mask leaves out, since its entropy counts. Raises ArgumentError
+    for a class that the student does not have, where TRL's own function has a RuntimeError; it waits for the device, as the trainer's
+    metrics do in every step."""
     ids = torch.where(valid, ids.clamp_min(0), -1)
+    ids[..., 0] = torch.where(valid.any(-1), ids[..., 0], 0)
     largest = int(ids.max()) if ids.numel() else -1
     if largest >= vocab_size:
         raise errors.ArgumentError(
