@@ -3,6 +3,7 @@
     python3 benchmarks/options_beside_plain.py [--shape 8192x2304x256000] [--softcap 30] [--seconds 20] [--out FILE.json]
     python3 benchmarks/options_beside_plain.py --classes 64     # linear_logprobs_at of 64 classes a token beside linear_logprobs
     python3 benchmarks/options_beside_plain.py --depths 2       # two hidden states that share the rows beside one that has all
+    python3 benchmarks/options_beside_plain.py --contrast --shape 65536x1024x65536    # info_nce with a learned scale, weight as documents
 
 Forward and backward in bf16, each three ways: everything retained (workspace_limit_bytes without a bound), exponentials in the weight
 gradient's memory, nothing retained. Each step runs behind the GEMMs, which are timed too, so that every step finds the GPU's clocks as they
@@ -73,6 +74,17 @@ def steps_of_depths(layer: Layer, count: int) -> tuple[Step, Step]:
     return lambda **options: step(layer, **options), several
 
 
+def steps_of_contrast(layer: Layer) -> tuple[Step, Step]:
+    """Steps of the cross entropy, and of the contrastive loss of the same rows with a scale that gets a gradient."""
+    scale = torch.tensor(20.0, device="cuda", requires_grad=True)
+
+    def contrast(**options: Any) -> None:
+        loss = flce.info_nce(layer.hidden, layer.weight, scale=scale, positives=layer.target, **options)
+        torch.autograd.grad(loss, (layer.hidden, layer.weight, scale))
+
+    return lambda **options: step(layer, **options), contrast
+
+
 def rounds_of(steps: dict[str, Callable[[], None]], gemms: Callable[[], None], seconds: float) -> list[dict[str, float]]:
     for _ in range(2):  # compiles and warms up
         for each in steps.values():
@@ -117,6 +129,8 @@ def compared(arguments: argparse.Namespace, layer: Layer) -> tuple[str, Step, St
         return f"{arguments.classes} classes", *steps_of_classes(layer, arguments.classes)
     if arguments.depths:
         return f"{arguments.depths} depths", *steps_of_depths(layer, arguments.depths)
+    if arguments.contrast:
+        return "info_nce", *steps_of_contrast(layer)
     asked = {"softcap": arguments.softcap, "label_smoothing": arguments.label_smoothing, "z_loss": arguments.z_loss}
     options = {name: value for name, value in asked.items() if value} or {"softcap": 30.0}
     plain = functools.partial(step, layer)
@@ -131,6 +145,7 @@ def main() -> None:
     parser.add_argument("--z-loss", type=float, default=0.0)
     parser.add_argument("--classes", type=int, metavar="K", help="measure linear_logprobs_at of K classes a token instead")
     parser.add_argument("--depths", type=int, metavar="N", help="measure N hidden states that share the rows instead")
+    parser.add_argument("--contrast", action="store_true", help="measure info_nce instead")
     parser.add_argument("--seconds", type=float, default=20, help="time to measure, about (default: 20)")
     parser.add_argument("--commit", help="of what is measured (default: git's)")
     parser.add_argument("--out", type=Path, help="a file for the figures as JSON")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from flce.budget import MemoryBudget
 from flce.call._targets import shift_labels
+from flce.contrastive import info_nce
 from flce.core._kernels import Kernel, set_strict
 from flce.errors import (
     ArgumentError,
@@ -75,6 +76,7 @@ __all__ = [
     "extract_hidden_states",
     "get_kernel",
     "huggingface",
+    "info_nce",
     "linear_cross_entropy",
     "linear_logprobs",
     "linear_logprobs_at",

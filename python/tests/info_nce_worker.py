@@ -1,0 +1,85 @@
+"""One rank of several: `flce.info_nce` of this rank's queries and documents against all of them in one process. Exits with a failed
+assertion, or 0; rank 0 prints how many cases passed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from rank_support import device, generator, run_main
+from torch.distributed.device_mesh import init_device_mesh
+
+import flce
+
+N, D = 11, 24
+
+
+def close(got: torch.Tensor, right: torch.Tensor) -> None:
+    torch.testing.assert_close(got, right, rtol=2e-5, atol=2e-6)
+
+
+def equals_one_process(uneven: bool, symmetric: bool, learned: bool, drawn: bool, positives: bool) -> None:
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    of_rank = [N + 3 + (4 * other if uneven else 0) for other in range(ranks)]
+    start, total = sum(of_rank[:rank]), sum(of_rank)
+    queries = F.normalize(torch.randn(N * ranks, D, generator=generator(1), device=device()), dim=1)
+    documents = F.normalize(torch.randn(total, D, generator=generator(2), device=device()), dim=1)
+    of_queries = torch.randint(0, total, (N * ranks,), generator=generator(3), device=device())
+    of_queries[::4] = -100
+    if not positives:
+        of_queries = torch.cat([torch.arange(N) + sum(of_rank[:other]) for other in range(ranks)]).to(device())
+    negative_log_q = torch.rand(total, generator=generator(4), device=device()) * 9 if drawn else None
+    scale: Any = torch.tensor(13.0, device=device(), requires_grad=True) if learned else 13.0
+    both = [tensor.requires_grad_() for tensor in (queries, documents)]
+    whole = [*both, *([scale] if learned else [])]
+    right = flce.info_nce(*both, scale=scale, positives=of_queries, negative_log_q=negative_log_q, symmetric=symmetric)
+    gradients = torch.autograd.grad(right, whole)
+
+    of_mine, of_documents = slice(rank * N, (rank + 1) * N), slice(start, start + of_rank[rank])
+    mine = [queries.detach()[of_mine].requires_grad_(), documents.detach()[of_documents].requires_grad_()]
+    options = {
+        "positives": of_queries[of_mine] if positives else None,
+        "negative_log_q": negative_log_q[of_documents] if drawn else None,
+        "symmetric": symmetric,
+        "process_group": init_device_mesh(device(), (ranks,)) if uneven else dist.group.WORLD,
+    }
+    loss = flce.info_nce(*mine, scale=scale, **options)
+    close(loss, right)
+    got = list(torch.autograd.grad(loss, [*mine, *([scale] if learned else [])]))
+    if learned:
+        dist.all_reduce(got[2])
+        close(got[2], gradients[2])
+    close(got[0], gradients[0][of_mine])
+    close(got[1], gradients[1][of_documents])
+    rows = flce.info_nce(*mine, scale=scale, **options, reduction="none")
+    assert rows.shape == (N * ranks,)
+    close(rows.sum() / (of_queries >= 0).sum(), right)
+
+
+def refused_on_every_rank() -> None:
+    rank = dist.get_rank()
+    queries = torch.zeros(N - (rank == 1), D, device=device())
+    documents, positives = torch.zeros(N, D, device=device()), torch.zeros(N, dtype=torch.int64, device=device())
+    for given, more, says in (
+        (queries, {}, "rows of size"),
+        (documents, {"positives": positives if rank else None}, "positives is None on"),
+        (documents, {"positives": positives, "symmetric": True}, "positives is given with symmetric"),
+    ):
+        try:
+            flce.info_nce(given, documents, process_group=dist.group.WORLD, **more)
+        except flce.FlceError as error:
+            assert says in str(error), error
+        else:
+            raise AssertionError(f"{says} was not said")
+
+
+CASES: list[tuple[Any, ...]] = [
+    *((equals_one_process, uneven, symmetric, uneven, symmetric, False) for uneven in (False, True) for symmetric in (False, True)),
+    *((equals_one_process, uneven, False, learned, True, True) for uneven, learned in ((False, True), (True, False), (True, True))),
+    (refused_on_every_rank,),
+]
+
+if __name__ == "__main__":
+    run_main(lambda function, *arguments: function(*arguments), lambda: CASES)

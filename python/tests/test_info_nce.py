@@ -1,0 +1,194 @@
+"""Contrastive losses: `flce.info_nce` against whole scores in fp64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from rank_support import cases_passed
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import flce
+
+N, D = 37, 24
+TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}  # relative to gradients' largest value
+FORMS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "more documents": {"extra": 12, "scale": 20.0},
+    "learned scale": {"extra": 5, "scale": "tensor"},
+    "positives": {"positives": True, "scale": 5.0},
+    "shared positives": {"positives": "shared", "scale": "tensor", "symmetric": True},
+    "drawn": {"extra": 30, "drawn": True, "scale": 7.0},
+    "drawn and learned": {"extra": 3, "drawn": True, "scale": "tensor", "symmetric": True},
+    "both ways": {"symmetric": True, "scale": 30.0},
+    "other depth": {"depth": 13, "drawn": True, "symmetric": True},
+}
+
+
+class Problem:
+    """Normalised embeddings and the options of a form; `scale` of one element where it is learned."""
+
+    def __init__(self, device: str, dtype: torch.dtype, extra: int = 0, depth: int = D, **form: Any) -> None:
+        generator = torch.Generator().manual_seed(3)
+        self.queries = F.normalize(torch.randn(N, depth, generator=generator), dim=1).to(device, dtype).requires_grad_()
+        documents = torch.randn(N + extra, depth, generator=generator)
+        self.documents = F.normalize(documents, dim=1).to(device, dtype).requires_grad_()
+        self.options: dict[str, Any] = {"symmetric": form.get("symmetric", False)}
+        self.scale = form.get("scale", 1.0)
+        if self.scale == "tensor":
+            self.scale = torch.tensor([14.3], device=device, requires_grad=True)
+        if form.get("positives"):
+            positives = torch.randperm(N, generator=generator)
+            positives = positives // 2 if form["positives"] == "shared" else positives
+            positives[::5] = -100
+            self.options["positives"] = positives.to(device)
+        if form.get("drawn"):
+            self.options["negative_log_q"] = -torch.log(torch.rand(N + extra, generator=generator) * 1e-3).to(device)
+
+    def inputs(self) -> list[Tensor]:
+        return [self.queries, self.documents, *([self.scale] if isinstance(self.scale, Tensor) else [])]
+
+    def loss(self, **more: Any) -> Tensor:
+        return flce.info_nce(self.queries, self.documents, scale=self.scale, **self.options, **more)
+
+    def right(self, reduction: str) -> tuple[Tensor, list[Tensor]]:
+        """The loss and gradients of whole scores in fp64, for `losses` that are multiplied by 1, 2, … where there is no reduction."""
+        inputs = [tensor.detach().double().requires_grad_() for tensor in self.inputs()]
+        queries, documents, scale = inputs[0], inputs[1], inputs[2] if len(inputs) > 2 else self.scale
+        positives = self.options.get("positives", torch.arange(N, device=queries.device))
+        scores = scale * queries @ documents.T
+        losses = F.cross_entropy(scores + self.options.get("negative_log_q", torch.zeros(1)).to(scores), positives, reduction="none")
+        if self.options["symmetric"]:
+            rows = torch.where(positives >= 0, torch.arange(N, device=queries.device), -100)
+            back = F.cross_entropy(scale * documents[positives.clamp(min=0)] @ queries.T, rows, reduction="none")
+            losses = (losses + back) / 2
+        count = (positives >= 0).sum()
+        loss = losses if reduction == "none" else losses.sum() / (count if reduction == "mean" else 1)
+        return loss.detach(), list(torch.autograd.grad(weighted(loss), inputs))
+
+
+def weighted(loss: Tensor) -> Tensor:
+    return loss if loss.dim() == 0 else (loss * torch.arange(1, loss.shape[0] + 1, device=loss.device)).sum()
+
+
+def close(got: Tensor, right: Tensor, tolerance: float) -> None:
+    assert (got.double() - right).abs().max() <= tolerance * max(right.abs().max().item(), 1e-2)
+
+
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.pairwise
+def test_equals_whole_scores(device: str, dtype: torch.dtype, form: str, reduction: str) -> None:
+    problem = Problem(device, dtype, **FORMS[form])
+    right, gradients = problem.right(reduction)
+    loss = problem.loss(reduction=reduction)
+    assert loss.dtype == torch.float32 and loss.shape == right.shape
+    close(loss, right, 2e-6)
+    got = torch.autograd.grad(weighted(loss), problem.inputs())
+    for one, other, tensor in zip(got, gradients, problem.inputs(), strict=True):
+        assert (one.dtype, one.shape) == (tensor.dtype, tensor.shape)
+        close(one, other, TOLERANCES[dtype] if tensor.dim() > 1 else max(2e-5, TOLERANCES[dtype] / 4))
+
+
+def test_frozen_sides_and_scale(device: str) -> None:
+    """Each has its gradient where the others have none."""
+    for alone in range(3):
+        problem = Problem(device, torch.float32, scale="tensor", extra=5)
+        gradients = problem.right("mean")[1]
+        for at, tensor in enumerate(problem.inputs()):
+            tensor.requires_grad_(at == alone)
+        (got,) = torch.autograd.grad(problem.loss(), problem.inputs()[alone])
+        close(got, gradients[alone], 2e-5)
+    with torch.no_grad():
+        assert not problem.loss().requires_grad
+
+
+def test_nothing_counts(device: str) -> None:
+    problem = Problem(device, torch.float32, scale="tensor")
+    positives = torch.full((N,), -100, device=device)
+    loss = flce.info_nce(problem.queries, problem.documents, scale=problem.scale, positives=positives, symmetric=True)
+    gradients = torch.autograd.grad(loss, problem.inputs())
+    assert loss == 0 and not any(gradient.any() for gradient in gradients)
+
+
+def test_faults_of_tensors_are_reported(device: str) -> None:
+    problem = Problem(device, torch.float32)
+    positives = torch.arange(N, device=device)
+    positives[3] = N
+    flce.check_labels()
+    flce.info_nce(problem.queries, problem.documents, positives=positives, symmetric=True)
+    with pytest.raises(flce.LabelError, match=rf"target\[3\]|{N}"):
+        flce.check_labels()
+    for scale in (0.0, -1.0, float("nan"), float("inf")):
+        given = torch.tensor(scale, device=device)
+        assert flce.info_nce(problem.queries, problem.documents, scale=given) == 0
+        with pytest.raises(flce.LabelError, match="temperature"):
+            flce.check_labels()
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_under_compile_and_checkpoint(device: str, symmetric: bool) -> None:
+    problem = Problem(device, torch.float32, extra=3, scale="tensor", drawn=True)
+    problem.options["symmetric"] = symmetric
+    right = torch.autograd.grad(problem.loss(), problem.inputs())
+
+    def loss(queries: Tensor, documents: Tensor, scale: Tensor) -> Tensor:
+        return flce.info_nce(queries, documents, scale=scale, **problem.options)
+
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    for value in (compiled(*problem.inputs()), checkpoint(loss, *problem.inputs(), use_reentrant=False)):
+        for one, other in zip(torch.autograd.grad(value, problem.inputs()), right, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
+
+
+def test_no_scores_in_memory(device: str) -> None:
+    """Runs within a limit that whole scores, 64 MiB, would break."""
+    rows, limit = 4096, 8 << 20
+    queries, documents = (F.normalize(torch.randn(rows, 16, device=device), dim=1).requires_grad_() for _ in range(2))
+    loss = flce.info_nce(queries, documents, scale=20.0, workspace_limit_bytes=limit)
+    loss.backward()
+    right = F.cross_entropy(20.0 * queries.detach() @ documents.detach().T, torch.arange(rows, device=device))
+    torch.testing.assert_close(loss.detach(), right, rtol=1e-5, atol=1e-5)
+
+
+GOOD = {"queries": torch.zeros(3, 8), "documents": torch.zeros(4, 8)}
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "says"),
+    [
+        ({"queries": torch.zeros(3)}, flce.ShapeError, r"queries has shape \[3\]"),
+        ({"queries": None}, flce.DTypeError, "queries is None"),
+        ({"documents": [torch.zeros(3, 8)]}, flce.DTypeError, "documents is a list"),
+        ({"queries": torch.zeros(3, 8, dtype=torch.int64)}, flce.DTypeError, "queries has dtype torch.int64"),
+        ({"documents": torch.zeros(4, 16)}, flce.ShapeError, r"queries has \[3, 8\].*documents \[4, 16\]"),
+        ({"documents": torch.zeros(4, 8, dtype=torch.bfloat16)}, flce.ShapeError, "dtype and device are one"),
+        ({"documents": torch.zeros(2, 8)}, flce.ShapeError, "documents has 2 rows and queries 3, and positives is None"),
+        ({"positives": torch.zeros(4, dtype=torch.int64)}, flce.ShapeError, r"positives has shape \[4\]"),
+        ({"positives": torch.zeros(3)}, flce.ShapeError, "positives has shape .* torch.float32"),
+        ({"scale": 0}, flce.ArgumentError, "scale is 0; it must be above 0"),
+        ({"scale": float("inf")}, flce.ArgumentError, "scale is inf"),
+        ({"scale": float("nan")}, flce.ArgumentError, "scale is nan"),
+        ({"scale": True}, flce.DTypeError, "scale is a bool"),
+        ({"scale": None}, flce.DTypeError, "scale is a NoneType"),
+        ({"scale": torch.ones(2)}, flce.ShapeError, r"scale has shape \[2\]"),
+        ({"scale": torch.ones((), dtype=torch.int64)}, flce.ShapeError, "scale has shape .* torch.int64"),
+        ({"negative_log_q": torch.zeros(3)}, flce.ShapeError, r"negative_log_q has shape \[3\]"),
+        ({"negative_log_q": torch.zeros(4, dtype=torch.int64)}, flce.ShapeError, "torch.int64"),
+        ({"symmetric": 1}, flce.DTypeError, "symmetric is 1"),
+        ({"reduction": "weighted_mean"}, flce.ArgumentError, "reduction is 'weighted_mean'; allowed are 'none', 'sum', 'mean'"),
+        ({"process_group": "data"}, flce.ArgumentError, "process_group is a str"),
+    ],
+    ids=lambda value: None if isinstance(value, dict) else "",
+)
+def test_refused(given: dict[str, Any], error: type[Exception], says: str) -> None:
+    with pytest.raises(error, match=says):
+        flce.info_nce(**{**GOOD, **given})
+
+
+def test_over_ranks() -> None:
+    assert cases_passed("info_nce_worker.py", "2,3") == {2: 8, 3: 8}
