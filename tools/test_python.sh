@@ -23,8 +23,8 @@ declare -A groups=(
     [engine]="engine*"
     [ranks]="tensor_parallel* pipeline compat_parallel"
     [engine_ranks]="engine_*_ranks"
-    [trainers]="trl* torchtitan megatron* zero3"
-    [examples]="engine_examples* grpo_example"
+    [trainers]="trl* torchtitan megatron* zero3 sentence_transformers"
+    [examples]="engine_examples* grpo_example retrieval_example"
 )
 # A file is of the last of these groups that names it.
 order=(adapters engine ranks engine_ranks trainers examples)

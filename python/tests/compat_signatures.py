@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flce.compat import cce, liger, quack, torchtune, verl
+from flce.compat import cce, liger, quack, sentence_transformers, torchtune, verl
 
 ROOT = Path(__file__).resolve().parents[2]
 REQUIRED = "(required)"
@@ -30,7 +30,8 @@ class Argument(NamedTuple):
 def of_callable(function: Callable[..., Any]) -> list[Argument]:
     """The arguments of a function, or of a class's constructor."""
     parameters = inspect.signature(function).parameters.values()
-    arguments = [Argument(p.name, p.kind.name, REQUIRED if p.default is p.empty else p.default) for p in parameters]
+    defaults = [REQUIRED if p.default is p.empty else getattr(p.default, "__name__", p.default) for p in parameters]
+    arguments = [Argument(p.name, p.kind.name, default) for p, default in zip(parameters, defaults, strict=True)]
     return arguments[arguments[:1] != [] and arguments[0].name in _OF_THE_INSTANCE :]
 
 
@@ -53,6 +54,8 @@ def of_source(source: str, name: str) -> list[Argument]:
     def value(node: ast.expr | None) -> Any:
         if isinstance(node, ast.Name) and node.id in constants:
             node = constants[node.id]
+        if isinstance(node, ast.Name):
+            return node.id
         return REQUIRED if node is None else ast.literal_eval(node)
 
     if isinstance(found, ast.ClassDef):
@@ -120,6 +123,12 @@ RELEASED = [
         "LigerFusedLinearCrossEntropyFunction.forward",
     ),
     StandIn(quack.chunked_linear_cross_entropy, "quack-kernels", "quack/linear_cross_entropy.py", "chunked_linear_cross_entropy"),
+    StandIn(
+        sentence_transformers.MultipleNegativesRankingLoss.__init__,
+        "sentence-transformers",
+        "sentence_transformers/sentence_transformer/losses/multiple_negatives_ranking.py",
+        "MultipleNegativesRankingLoss.__init__",
+    ),
     StandIn(verl.linear_cross_entropy, "verl", "verl/utils/kernel/linear_cross_entropy.py", "LinearCrossEntropy.forward"),
 ]
 
