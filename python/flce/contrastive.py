@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import math
 import numbers
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from flce import errors, functional
+from flce.call import _op
+from flce.call._arguments import refuse_tangent
 from flce.call._checks import DTYPES, HIDDEN_MULTIPLE, TARGET_DTYPES, is_dtensor
 from flce.call._targets import check_tensors
-from flce.core import checks
+from flce.core import _autograd, checks
 from flce.parallel import _parallel
 
 _REDUCTIONS = ("none", "sum", "mean")
+_AS_DTENSOR = {True: " as a DTensor, where a local tensor (to_local()) is taken", False: ""}
 
 
 def info_nce(
@@ -39,7 +41,7 @@ def info_nce(
     Args:
         queries: [N, D] fp32, bf16 or fp16, on the CPU or a CUDA device.
         documents: [M, D] of the same dtype. All of them are in each query's softmax. Both get gradients.
-        scale: what scores are multiplied by, the reciprocal of a temperature: a number above 0 and below infinity, or a tensor of one
+        scale: what scores are multiplied by, the reciprocal of a temperature: a number from 2^-100 to 2^100, or a tensor of one
             element of a floating dtype on queries' device, which gets a gradient, such as CLIP's exponential of a parameter. The kernels
             divide by its reciprocal in fp32. Where a tensor is not between 2^-100 and 2^100 every query counts as ignored, and
             `check_labels` reports it.
@@ -55,8 +57,8 @@ def info_nce(
         process_group: ranks that share the documents, a ProcessGroup or a DeviceMesh of one dimension. queries [N, D], N the same on every
             rank, and documents [M, D], any M, are this rank's; each query meets all ranks' documents. positives count over all ranks'
             documents in the order of ranks; None: row i of this rank's. The loss is one for all ranks, of all their queries ("none":
-            [ranks · N]), and each rank's gradients are those of its own embeddings: where parameters' gradients are averaged over ranks
-            afterwards (DDP), multiply the loss by the number of ranks. In eager mode.
+            [ranks · N], whose gradient from above is the same on every rank), and each rank's gradients are those of its own embeddings:
+            where parameters' gradients are averaged over ranks afterwards (DDP), multiply the loss by the number of ranks. In eager mode.
         workspace_limit_bytes, retain_in_grad_weight, batch_invariant: as in `linear_cross_entropy`, whose weight is documents. With
             symmetric each of the two losses has this limit.
 
@@ -66,12 +68,17 @@ def info_nce(
     Raises:
         As `linear_cross_entropy`.
     """
-    _check(queries, documents, scale, positives, negative_log_q, reduction)
-    checks.flag("symmetric", symmetric)
+
+    def check() -> None:
+        checks.flag("symmetric", symmetric)
+        _check(queries, documents, scale, positives, negative_log_q, reduction)
+
     if process_group is None:
+        check()
         places = _alone(queries, documents, positives)
     else:
-        places = _over_ranks(process_group, queries, documents, positives, symmetric=symmetric)
+        said = {"positives": positives, "negative_log_q": negative_log_q, "symmetric": symmetric or None}
+        places = _over_ranks(process_group, queries, documents, check, said)
     options = {
         "reduction": reduction,
         "workspace_limit_bytes": workspace_limit_bytes,
@@ -80,7 +87,7 @@ def info_nce(
     }
     rows, classes = _watched(queries, scale), documents
     if negative_log_q is not None:
-        rows, classes = _with_added(rows, documents, negative_log_q.detach().to(torch.float32) / _number_of(scale))
+        rows, classes = _with_added(rows, documents, negative_log_q.to(torch.float32) / _number_of(scale))
     loss = _one_way(rows, classes, places.positives, scale, {**options, **places.of_documents})
     if not symmetric:
         return loss
@@ -98,7 +105,13 @@ class _Places(NamedTuple):
     of_queries: dict[str, Any]
 
 
+def _check_some(count: int) -> None:
+    if count == 0:
+        raise errors.ShapeError("documents has no rows; there must be one document or more")
+
+
 def _alone(queries: Tensor, documents: Tensor, positives: Tensor | None) -> _Places:
+    _check_some(documents.shape[0])
     rows = torch.arange(queries.shape[0], device=queries.device)
     if positives is None:
         return _Places(rows, rows, {}, {})
@@ -106,36 +119,61 @@ def _alone(queries: Tensor, documents: Tensor, positives: Tensor | None) -> _Pla
     return _Places(positives, torch.where(there, rows, -100), {}, {})
 
 
-def _over_ranks(process_group: Any, queries: Tensor, documents: Tensor, positives: Tensor | None, *, symmetric: bool) -> _Places:
-    if torch.compiler.is_compiling():
-        raise errors.ArgumentError("info_nce has process_group under torch.compile; its ranks tell each other their sizes: call it eagerly")
-    if symmetric and positives is not None:
+def _over_ranks(process_group: Any, queries: Tensor, documents: Tensor, check: Callable[[], None], said: dict[str, Any]) -> _Places:
+    """`check` raises for this rank's arguments; then every rank raises. `said`: what all ranks give, or none."""
+    group = _parallel.group_of(process_group)
+    fault = None
+    facts = dict.fromkeys(("queries", "D", "queries' gradient", "documents' gradient", *said), 0)
+    rows = 0
+    try:
+        check()
+        learns = torch.is_grad_enabled()
+        of_queries = (*queries.shape, learns and queries.requires_grad, learns and documents.requires_grad)
+        facts = dict(zip(facts, (*of_queries, *(value is not None for value in said.values())), strict=True))
+        rows = documents.shape[0]
+    except (errors.FlceError, TypeError) as error:
+        fault = error
+    told = _parallel.told_by_hosts(group, [fault is not None, rows, *map(int, facts.values())])
+    if fault is not None:
+        raise fault
+    _check_alike(told, list(facts))
+    positives = said["positives"]
+    if said["symmetric"] and positives is not None:
         raise errors.ArgumentError(
             "positives is given with symmetric and process_group: a positive document may lie on another rank. Leave positives out, with "
             "row i of this rank's documents for its query i"
         )
-    group = _parallel.group_of(process_group)
-    told = _parallel.told_by_hosts(group, [queries.shape[0], documents.shape[0], queries.shape[1], positives is None])
-    if len({(n, d, alone) for n, _, d, alone in told}) > 1:
-        raise errors.ShapeError(
-            f"queries has {[n for n, *_ in told]} rows of size {[d for *_, d, _ in told]} on the ranks of process_group, and positives is "
-            f"None on {[bool(alone) for *_, alone in told]}; the three are the same on every rank (drop a last batch that is shorter)"
-        )
-    count, ranks = queries.shape[0], len(told)
+    count, ranks, mine = queries.shape[0], len(told), group.rank()
     starts = [sum(m for _, m, *_ in told[:rank]) for rank in range(ranks)]
     total = starts[-1] + told[-1][1]
-    rows = torch.arange(count * ranks, device=queries.device)
+    _check_some(total)
     if positives is None:
         everyones = (torch.tensor(starts, device=queries.device)[:, None] + torch.arange(count, device=queries.device)).reshape(-1)
     else:
         everyones = _parallel.gathered(group, positives.long(), ranks)
     over = {"process_group": group, "sequence_parallel": True}
-    mine = group.rank()
+    all_queries = torch.arange(count * ranks, device=queries.device)
     of_documents = {**over, "vocab_start": starts[mine], "vocab_size": total}
-    return _Places(everyones, rows, of_documents, {**over, "vocab_start": mine * count, "vocab_size": ranks * count})
+    return _Places(everyones, all_queries, of_documents, {**over, "vocab_start": mine * count, "vocab_size": ranks * count})
+
+
+def _check_alike(told: Sequence[tuple[int, ...]], names: Sequence[str]) -> None:
+    """Raises on every rank where one has refused its arguments, or where they differ in what is one for all."""
+    refused = [rank for rank, (fault, *_) in enumerate(told) if fault]
+    if refused:
+        raise errors.ArgumentError(f"ranks {refused} of process_group have refused their arguments of info_nce: their errors say why")
+    for name, values in zip(names, zip(*(facts for _, _, *facts in told), strict=True), strict=True):
+        if len(set(values)) > 1:
+            what = "has {} rows" if name == "queries" else "is {} long" if name == "D" else "is there: {}"
+            raise errors.ShapeError(
+                f"{name} differs between the ranks of process_group ({what.format(list(values))}); each has as many queries (drop a last "
+                "batch that is shorter), of one size, and the same arguments"
+            )
 
 
 def _one_way(rows: Tensor, classes: Tensor, target: Tensor, scale: Tensor | float, options: dict[str, Any]) -> Tensor:
+    if options.get("vocab_size", classes.shape[0]) == 1:
+        return _of_one_document(rows, classes, target, options["reduction"])
     if isinstance(scale, Tensor):
         options["temperature"] = (1 / _number_of(scale)).expand(target.shape)
     else:
@@ -144,10 +182,19 @@ def _one_way(rows: Tensor, classes: Tensor, target: Tensor, scale: Tensor | floa
     return loss
 
 
+def _of_one_document(rows: Tensor, classes: Tensor, target: Tensor, reduction: str) -> Tensor:
+    """The loss where there is nothing to tell the positive from: 0, and gradients of 0."""
+    nothing = 0 * (rows.sum(dtype=torch.float32) + classes.sum(dtype=torch.float32))
+    return nothing.expand(target.shape).clone() if reduction == "none" else nothing
+
+
 def _watched(rows: Tensor, scale: Tensor | float) -> Tensor:
     """The rows, whose gradient gives a learned scale's."""
     if not isinstance(scale, Tensor) or not scale.requires_grad:
         return rows
+    if not torch.compiler.is_compiling() and (_autograd.transforms is None or _autograd.transforms() is not None):
+        _op._refuse_transform()
+    refuse_tangent("queries", rows)
     watched: Tensor = _Scaled.apply(rows, scale)
     return watched
 
@@ -162,12 +209,15 @@ class _Scaled(torch.autograd.Function):
         return rows.view_as(rows)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
         rows, scale = ctx.saved_tensors
         if not ctx.needs_input_grad[1]:
             return grad, None
-        whole = (rows.to(torch.float32) * grad.to(torch.float32)).sum() / scale.to(torch.float32).reshape(())
+        number = scale.to(torch.float32).reshape(())
+        whole = (rows.to(torch.float32) * grad.to(torch.float32)).sum()
+        # Where the scale is no number that the kernels take, nothing counts.
+        counts = (number >= checks.LEAST_TEMPERATURE) & (number <= checks.MOST_TEMPERATURE)
+        whole = torch.where(counts, whole / torch.where(counts, number, 1), 0)
         return grad, whole.to(scale.dtype).reshape(scale.shape)
 
 
@@ -177,20 +227,28 @@ def _number_of(scale: Tensor | float) -> Any:
 
 def _with_added(queries: Tensor, documents: Tensor, added: Tensor) -> tuple[Tensor, Tensor]:
     """queries and documents with columns more, whose products are `added` [M]: as many numbers of the dtype as 24 bits take."""
-    parts = []
-    for _ in range(1 if documents.dtype == torch.float32 else 3):
-        parts.append(added.to(documents.dtype))
-        added = added - parts[-1].to(torch.float32)
+    device = queries.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else documents.dtype
+    factor = torch.ones((), device=queries.device)
+    if dtype == torch.float16:  # whose largest number is 65504
+        largest = added.abs().amax() if added.numel() else factor
+        factor = torch.exp2(torch.log2(largest / 2**15).ceil().clamp(0, 15))
+    parts, rest = [], added / factor
+    for _ in range(1 if dtype == torch.float32 else 3):
+        parts.append(rest.to(dtype))
+        rest = rest - parts[-1].to(torch.float32)
     columns = len(parts) + -(documents.shape[1] + len(parts)) % HIDDEN_MULTIPLE
-    of_documents = documents.new_zeros((documents.shape[0], columns))
+    of_documents = torch.zeros((documents.shape[0], columns), dtype=dtype, device=queries.device)
     of_documents[:, : len(parts)] = torch.stack(parts, dim=1)
-    of_queries = queries.new_zeros((queries.shape[0], columns))
-    of_queries[:, : len(parts)] = 1
-    return torch.cat([queries, of_queries], dim=1), torch.cat([documents, of_documents], dim=1)
+    of_queries = torch.zeros((queries.shape[0], columns), dtype=dtype, device=queries.device)
+    of_queries[:, : len(parts)] = factor
+    return torch.cat([queries.to(dtype), of_queries], dim=1), torch.cat([documents.to(dtype), of_documents], dim=1)
 
 
 def _check(queries: Tensor, documents: Tensor, scale: Any, positives: Tensor | None, negative_log_q: Tensor | None, reduction: Any) -> None:
     check_tensors(queries=queries, documents=documents, positives=positives, negative_log_q=negative_log_q)
+    if isinstance(scale, Tensor):
+        check_tensors(scale=scale)
     for name, tensor in (("queries", queries), ("documents", documents)):
         if tensor is None:
             raise errors.DTypeError(f"{name} is None; it must be a tensor")
@@ -205,8 +263,11 @@ def _check(queries: Tensor, documents: Tensor, scale: Any, positives: Tensor | N
             f"queries has {list(queries.shape)} of {queries.dtype} on {queries.device} and documents {list(documents.shape)} of "
             f"{documents.dtype} on {documents.device}; size, dtype and device are one"
         )
+    for name, value in (("positives", positives), ("negative_log_q", negative_log_q), ("scale", scale)):
+        if isinstance(value, Tensor) and (is_dtensor(value) or value.device != queries.device):
+            raise errors.PlacementError(f"{name} is on {value.device}{_AS_DTENSOR[is_dtensor(value)]}; queries is on {queries.device}")
     checks.choice("reduction", reduction, _REDUCTIONS)
-    _check_scale(scale, queries)
+    _check_scale(scale)
     if positives is None and documents.shape[0] < queries.shape[0]:
         raise errors.ShapeError(
             f"documents has {documents.shape[0]} rows and queries {queries.shape[0]}, and positives is None: document i is query i's; give "
@@ -221,16 +282,20 @@ def _check(queries: Tensor, documents: Tensor, scale: Any, positives: Tensor | N
             f"negative_log_q has shape {list(negative_log_q.shape)} and dtype {negative_log_q.dtype}; it must be [{documents.shape[0]}] of "
             "a floating dtype"
         )
+    if negative_log_q is not None:
+        if negative_log_q.requires_grad:
+            raise errors.ArgumentError("negative_log_q requires a gradient; it has none here, detach it")
+        refuse_tangent("negative_log_q", negative_log_q)
 
 
-def _check_scale(scale: Any, queries: Tensor) -> None:
+def _check_scale(scale: Any) -> None:
     if isinstance(scale, Tensor):
-        if scale.numel() != 1 or not scale.is_floating_point() or scale.device != queries.device:
+        if scale.numel() != 1 or not scale.is_floating_point():
             raise errors.ShapeError(
-                f"scale has shape {list(scale.shape)}, dtype {scale.dtype} and device {scale.device}; as a tensor it must be one number of "
-                f"a floating dtype on queries' device, {queries.device}"
+                f"scale has shape {list(scale.shape)} and dtype {scale.dtype}; as a tensor it must be one number of a floating dtype"
             )
+        refuse_tangent("scale", scale)
     elif isinstance(scale, bool) or not isinstance(scale, numbers.Real):
         raise errors.DTypeError(f"scale is a {type(scale).__name__}; it must be a number or a tensor of one element")
-    elif not 0 < float(scale) < math.inf:
-        raise errors.ArgumentError(f"scale is {scale!r}; it must be above 0 and below infinity")
+    elif not checks.LEAST_TEMPERATURE <= float(scale) <= checks.MOST_TEMPERATURE:
+        raise errors.ArgumentError(f"scale is {scale!r}; it must be from 2^-100 to 2^100")

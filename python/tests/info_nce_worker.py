@@ -3,6 +3,7 @@ assertion, or 0; rank 0 prints how many cases passed."""
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
@@ -59,25 +60,46 @@ def equals_one_process(uneven: bool, symmetric: bool, learned: bool, drawn: bool
 
 
 def refused_on_every_rank() -> None:
-    rank = dist.get_rank()
-    queries = torch.zeros(N - (rank == 1), D, device=device())
-    documents, positives = torch.zeros(N, D, device=device()), torch.zeros(N, dtype=torch.int64, device=device())
-    for given, more, says in (
-        (queries, {}, "rows of size"),
-        (documents, {"positives": positives if rank else None}, "positives is None on"),
-        (documents, {"positives": positives, "symmetric": True}, "positives is given with symmetric"),
+    """What differs between ranks, or is wrong on one, is an error on all of them."""
+    first = dist.get_rank() == 0
+    queries, documents = (torch.zeros(N, D, device=device()) for _ in range(2))
+    positives, numbers = torch.zeros(N, dtype=torch.int64, device=device()), torch.zeros(N, device=device())
+    alone = [documents[:3], documents]
+    for given, says in (
+        ({"queries": documents[: N - first]}, "queries differs .* rows"),
+        ({"queries": torch.zeros(N, D + 8 * first), "documents": torch.zeros(N, D + 8 * first)}, "D differs"),
+        ({"positives": positives if first else None}, "positives differs"),
+        ({"negative_log_q": numbers if first else None}, "negative_log_q differs"),
+        ({"symmetric": first}, "symmetric differs"),
+        ({"queries": torch.zeros(N, D, requires_grad=first)}, "queries' gradient differs"),
+        ({"documents": torch.zeros(N, D, requires_grad=first)}, "documents' gradient differs"),
+        ({"documents": alone[not first]}, "documents has 3 rows" if first else r"ranks \[0\] of process_group have refused"),
+        ({"scale": -1.0 if first else 1.0}, "scale is -1.0" if first else r"ranks \[0\] of process_group have refused"),
+        ({"positives": positives, "symmetric": True}, "positives is given with symmetric"),
     ):
         try:
-            flce.info_nce(given, documents, process_group=dist.group.WORLD, **more)
+            flce.info_nce(**{"queries": queries, "documents": documents, **given}, process_group=dist.group.WORLD)
         except flce.FlceError as error:
-            assert says in str(error), error
+            assert re.search(says, str(error)), error
         else:
             raise AssertionError(f"{says} was not said")
+
+
+def one_rank_has_no_documents() -> None:
+    """Queries whose positives lie elsewhere."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    queries, documents = (torch.randn(rows, D, generator=generator(seed), device=device()) for rows, seed in ((N * ranks, 1), (7, 2)))
+    positives = torch.arange(N * ranks, device=device()) % 7
+    right = flce.info_nce(queries, documents, positives=positives)
+    mine = slice(rank * N, (rank + 1) * N)
+    documents = documents if rank == 0 else documents[:0]
+    close(flce.info_nce(queries[mine], documents, positives=positives[mine], process_group=dist.group.WORLD), right)
 
 
 CASES: list[tuple[Any, ...]] = [
     *((equals_one_process, uneven, symmetric, uneven, symmetric, False) for uneven in (False, True) for symmetric in (False, True)),
     *((equals_one_process, uneven, False, learned, True, True) for uneven, learned in ((False, True), (True, False), (True, True))),
+    (one_rank_has_no_documents,),
     (refused_on_every_rank,),
 ]
 

@@ -130,6 +130,64 @@ def test_faults_of_tensors_are_reported(device: str) -> None:
             flce.check_labels()
 
 
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
+def test_one_document(device: str, reduction: str) -> None:
+    """The last batch of an epoch may be one pair."""
+    queries, documents = (torch.randn(1, D, device=device, requires_grad=True) for _ in range(2))
+    more = torch.cat([documents, torch.randn(4, D, device=device)])
+    loss = flce.info_nce(queries, documents, reduction=reduction, symmetric=True)
+    gradients = torch.autograd.grad(loss.sum(), (queries, documents))
+    assert loss.shape == ((1,) if reduction == "none" else ()) and loss.sum() == 0 and not any(each.any() for each in gradients)
+    both = flce.info_nce(queries, more, symmetric=True)
+    torch.testing.assert_close(both, flce.info_nce(queries, more) / 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_numbers_of_documents_keep_24_bits(device: str, dtype: torch.dtype) -> None:
+    """In 16 bits, under autocast too, and where they are beyond what fp16 holds."""
+    negative_log_q = -torch.log(torch.rand(512, device=device) * 1e-4)
+    right = F.cross_entropy(negative_log_q.double().expand(4, -1), torch.arange(4, device=device))
+    queries, documents = torch.zeros(4, 8, device=device), torch.zeros(512, 8, device=device)
+    for scale in (1.0, 1e-4):
+        plain = flce.info_nce(queries.to(dtype), documents.to(dtype), negative_log_q=negative_log_q, scale=scale)
+        with torch.autocast(device, dtype):
+            cast = flce.info_nce(queries, documents, negative_log_q=negative_log_q, scale=scale)
+        for loss in (plain, cast):
+            torch.testing.assert_close(loss.double(), right, rtol=2e-6, atol=2e-6)
+
+
+def test_a_scale_that_is_none_has_no_gradient(device: str) -> None:
+    problem = Problem(device, torch.float32)
+    for number in (0.0, -3.0, float("nan"), float("inf"), 1e-40):
+        scale = torch.tensor(number, device=device, requires_grad=True)
+        loss = flce.info_nce(problem.queries, problem.documents, scale=scale)
+        assert loss == 0 and torch.autograd.grad(loss, scale)[0] == 0
+        with pytest.raises(flce.LabelError):
+            flce.check_labels()
+
+
+def test_transforms_and_derivatives_are_refused_by_name(device: str) -> None:
+    problem = Problem(device, torch.float32, scale="tensor")
+    queries, documents, scale = (tensor.detach() for tensor in problem.inputs())
+
+    def loss(given: Tensor) -> Tensor:
+        return flce.info_nce(queries, documents, scale=given)
+
+    for transform in (torch.func.grad(lambda given: loss(given).sum()), torch.func.vmap(loss)):
+        with pytest.raises(flce.UnsupportedTransformError):
+            transform(scale)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(scale, torch.ones_like(scale))
+        for given in ({"scale": dual}, {"negative_log_q": dual.expand(N)}):
+            with pytest.raises(flce.UnsupportedTransformError, match="tangent"):
+                flce.info_nce(queries, documents, **given)
+        with pytest.raises(flce.UnsupportedTransformError):
+            flce.info_nce(torch.autograd.forward_ad.make_dual(queries, queries), documents, scale=problem.scale)
+    (gradient,) = torch.autograd.grad(problem.loss(), problem.queries, create_graph=True)
+    with pytest.raises(flce.UnsupportedTransformError, match="second derivatives"):
+        gradient.square().sum().backward()
+
+
 @pytest.mark.parametrize("symmetric", [False, True])
 def test_under_compile_and_checkpoint(device: str, symmetric: bool) -> None:
     problem = Problem(device, torch.float32, extra=3, scale="tensor", drawn=True)
@@ -170,7 +228,14 @@ GOOD = {"queries": torch.zeros(3, 8), "documents": torch.zeros(4, 8)}
         ({"documents": torch.zeros(2, 8)}, flce.ShapeError, "documents has 2 rows and queries 3, and positives is None"),
         ({"positives": torch.zeros(4, dtype=torch.int64)}, flce.ShapeError, r"positives has shape \[4\]"),
         ({"positives": torch.zeros(3)}, flce.ShapeError, "positives has shape .* torch.float32"),
-        ({"scale": 0}, flce.ArgumentError, "scale is 0; it must be above 0"),
+        ({"scale": 0}, flce.ArgumentError, r"scale is 0; it must be from 2\^-100 to 2\^100"),
+        ({"scale": 1e-38}, flce.ArgumentError, "scale is 1e-38"),
+        ({"documents": torch.zeros(0, 8), "positives": torch.full((3,), -100)}, flce.ShapeError, "one document or more"),
+        ({"positives": torch.zeros(3, dtype=torch.int64, device="meta")}, flce.PlacementError, "positives is on meta"),
+        ({"negative_log_q": torch.zeros(4, device="meta")}, flce.PlacementError, "negative_log_q is on meta"),
+        ({"scale": torch.ones((), device="meta")}, flce.PlacementError, "scale is on meta"),
+        ({"scale": torch.ones(1).to_sparse()}, flce.ArgumentError, "scale is a tensor of layout"),
+        ({"negative_log_q": torch.zeros(4, requires_grad=True)}, flce.ArgumentError, "negative_log_q requires a gradient"),
         ({"scale": float("inf")}, flce.ArgumentError, "scale is inf"),
         ({"scale": float("nan")}, flce.ArgumentError, "scale is nan"),
         ({"scale": True}, flce.DTypeError, "scale is a bool"),
@@ -191,4 +256,4 @@ def test_refused(given: dict[str, Any], error: type[Exception], says: str) -> No
 
 
 def test_over_ranks() -> None:
-    assert cases_passed("info_nce_worker.py", "2,3") == {2: 8, 3: 8}
+    assert cases_passed("info_nce_worker.py", "2,3") == {2: 9, 3: 9}

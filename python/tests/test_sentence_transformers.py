@@ -27,6 +27,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "both ways": {"directions": ("query_to_doc", "doc_to_query"), "partition_mode": "per_direction"},
     "both ways together": {"directions": ("query_to_doc", "doc_to_query"), "partition_mode": "joint"},
     "no strength": {"hardness_mode": "hard_negatives"},
+    "repeated": {"directions": ("query_to_doc", "query_to_doc")},
 }
 
 
@@ -65,6 +66,40 @@ def test_values_and_gradients(form: str, columns: int) -> None:
 def test_refused(given: dict[str, Any], says: str) -> None:
     with pytest.raises(flce.ArgumentError, match=says):
         stand_in.MultipleNegativesRankingLoss(Embeddings(), **given)
+
+
+@pytest.mark.parametrize("given", [{"hardness_mode": "some"}, {"hardness_strength": -1.0}, {"scale": 0.0}, {"partition_mode": "both"}])
+def test_wrong_for_the_package_too(given: dict[str, Any]) -> None:
+    for kind in (losses.MultipleNegativesRankingLoss, stand_in.MultipleNegativesRankingLoss):
+        with pytest.raises(ValueError):
+            kind(Embeddings(), **given)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_embeddings_of_16_bits(dtype: torch.dtype) -> None:
+    """Large ones, and a zero, whose norms fp16 does not have."""
+    embeddings = [(torch.randn(9, 64) * 3000).to(dtype).requires_grad_() for _ in range(2)]
+    with torch.no_grad():
+        embeddings[0][3] = 0
+    own, mine = (kind(Embeddings()) for kind in (losses.MultipleNegativesRankingLoss, stand_in.MultipleNegativesRankingLoss))
+    right, loss = (each.compute_loss_from_embeddings(embeddings, torch.zeros(1)) for each in (own, mine))
+    torch.testing.assert_close(loss, right)
+    for got, expected in zip(torch.autograd.grad(loss, embeddings), torch.autograd.grad(right, embeddings), strict=True):
+        torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("form", ["as it comes", "both ways", "both ways together"])
+def test_columns_of_other_lengths(form: str) -> None:
+    """One pair, and documents without an anchor."""
+    own, mine = (kind(Embeddings(), **FORMS[form]) for kind in (losses.MultipleNegativesRankingLoss, stand_in.MultipleNegativesRankingLoss))
+    for lengths in ((1, 1), (1, 1, 1), (5, 8)):
+        if lengths == (5, 8) and form == "both ways":
+            continue  # refused by the package
+        embeddings = [torch.randn(length, 16) for length in lengths]
+        right, loss = (each.compute_loss_from_embeddings(embeddings, torch.zeros(1)) for each in (own, mine))
+        torch.testing.assert_close(loss, right, rtol=1e-5, atol=1e-6)
+    with pytest.raises(flce.ShapeError, match="3 positives of 5 anchors"):
+        mine.compute_loss_from_embeddings([torch.randn(5, 8), torch.randn(3, 8), torch.randn(7, 8)])
 
 
 def encoder(folder: Path) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from flce import errors
 from flce.call._checks import COUNT_DTYPES, DTYPES, TARGET_DTYPES, is_dtensor
@@ -143,6 +144,13 @@ def check_temperature(given: Tensor, target: Tensor) -> None:
     _check_row_numbers("temperature", given, target)
     if given.requires_grad:
         raise errors.ArgumentError("temperature requires a gradient; it has none here, detach it")
+    refuse_tangent("temperature", given)
+
+
+def refuse_tangent(name: str, given: Tensor) -> None:
+    """Refuses a tensor whose forward-mode tangent would be dropped."""
+    if not torch.compiler.is_compiling() and forward_ad._current_level >= 0 and forward_ad.unpack_dual(given).tangent is not None:
+        raise errors.UnsupportedTransformError(f"{name} has a forward-mode tangent; flce has no forward-mode derivatives: use backward")
 
 
 def check_token_weight(given: Tensor | None, reduction: Any, target: Tensor) -> None:

@@ -17,6 +17,16 @@ from flce.contrastive import info_nce
 __all__ = ["MultipleNegativesRankingLoss", "cos_sim", "dot_score"]
 
 _BOTH_WAYS = ("query_to_doc", "doc_to_query")
+_HARDNESS = (None, "in_batch_negatives", "hard_negatives", "all_negatives")
+_CITATION = """
+@misc{oord2018representation,
+  title = {Representation Learning with Contrastive Predictive Coding},
+  author = {A{\\"a}ron van den Oord and Yazhe Li and Oriol Vinyals},
+  year = {2018},
+  eprint = {1807.03748},
+  archivePrefix = {arXiv},
+}
+"""
 
 
 def cos_sim(a: Tensor, b: Tensor) -> Tensor:
@@ -33,8 +43,11 @@ class MultipleNegativesRankingLoss(nn.Module):
     """−log softmax of each anchor's score with its positive among all documents of the batch: arguments and results of the peer's class,
     without its [batch, batch · documents] matrices. similarity_fct: cos_sim or dot_score, this module's or the peer's.
 
-    Refused by name, with an ArgumentError when it is made: other similarity functions, hardness_mode with a strength, and directions with
-    query_to_query or doc_to_doc, which leave pairs out. Keep the peer's class for these.
+    Embeddings of 16 bits are computed with in fp32, as the peer does (`flce.info_nce` takes them as they are, in less time); under autocast
+    products are in its dtype.
+
+    Refused by name, with an ArgumentError when the loss is made: other similarity functions, hardness_mode with a strength, and directions
+    with query_to_query or doc_to_doc, which leave pairs out. Keep the peer's class for these.
 
     gather_across_devices: every rank's documents for every anchor; the loss is the mean over all ranks' anchors, with gradients that data
     parallelism, which averages them, makes those of the mean. Ranks have as many anchors each.
@@ -62,6 +75,10 @@ class MultipleNegativesRankingLoss(nn.Module):
                 f"directions is {self.directions}; flce has ('query_to_doc',) and {_BOTH_WAYS}, and others leave pairs out of their "
                 "softmax: keep sentence_transformers' own loss for them"
             )
+        if hardness_mode not in _HARDNESS or not hardness_strength >= 0:
+            raise ValueError(
+                f"hardness_mode is {hardness_mode!r} with strength {hardness_strength!r}; allowed are {_HARDNESS} and 0 or more"
+            )
         if hardness_mode is not None and hardness_strength != 0:
             raise errors.ArgumentError(
                 f"hardness_mode is {hardness_mode!r} with strength {hardness_strength}, which weighs each pair by its score; keep "
@@ -84,7 +101,11 @@ class MultipleNegativesRankingLoss(nn.Module):
         """The loss of [batch, D] for each column."""
         if len(embeddings) < 2:
             raise ValueError(f"there are {len(embeddings)} columns of embeddings; the loss takes two or more")
-        anchors, *documents = (F.normalize(each, dim=1) for each in embeddings) if self.cosines else embeddings
+        # The peer computes in fp32 what a model gives in 16 bits.
+        wide = [each.float() if each.dtype in (torch.bfloat16, torch.float16) else each for each in embeddings]
+        anchors, *documents = (F.normalize(each, dim=1) for each in wide) if self.cosines else wide
+        if documents[0].shape[0] < anchors.shape[0]:
+            raise errors.ShapeError(f"there are {documents[0].shape[0]} positives of {anchors.shape[0]} anchors; each has one of its own")
         over_ranks = self.gather_across_devices and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         options: dict[str, Any] = {"scale": self.scale, "process_group": dist.group.WORLD if over_ranks else None}
         loss = self._loss(anchors, documents[0], torch.cat(documents), options)
@@ -93,13 +114,13 @@ class MultipleNegativesRankingLoss(nn.Module):
         return loss
 
     def _loss(self, anchors: Tensor, positives: Tensor, documents: Tensor, options: dict[str, Any]) -> Tensor:
-        if len(self.directions) == 1:
+        if set(self.directions) == {"query_to_doc"}:
             return info_nce(anchors, documents, **options)
         if self.partition_mode == "per_direction":
             return info_nce(anchors, documents, symmetric=True, **options)
         # One softmax over both ways, whose losses are of the same positive score.
         there = info_nce(anchors, documents, reduction="none", **options)
-        back = info_nce(positives, anchors, reduction="none", **options)
+        back = info_nce(positives[: anchors.shape[0]], anchors, reduction="none", **options)
         return torch.logaddexp(there, back).mean()
 
     def get_config_dict(self) -> dict[str, Any]:
@@ -113,6 +134,10 @@ class MultipleNegativesRankingLoss(nn.Module):
             "hardness_mode": self.hardness_mode,
             "hardness_strength": self.hardness_strength,
         }
+
+    @property
+    def citation(self) -> str:
+        return _CITATION
 
     @property
     def temperature(self) -> float:

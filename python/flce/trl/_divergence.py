@@ -67,7 +67,7 @@ def chunked_jsd_loss(
     divergence, teacher, support = _divergence(at_ids, teacher_target_logps, valid_candidate_mask, beta, add_tail_bucket)
     loss = divergence.sum()
     of_teachers = _of_teachers(divergence.detach(), teacher, support, teacher_id_idx, num_teachers)
-    return loss, loss.detach(), entropy.detach().sum(), *of_teachers
+    return loss, loss.detach().clone(), entropy.detach().sum(), *of_teachers
 
 
 def _classes(ids: Tensor, valid: Tensor, vocab_size: int) -> Tensor:
