@@ -230,7 +230,7 @@ def _with_added(queries: Tensor, documents: Tensor, added: Tensor) -> tuple[Tens
     device = queries.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else documents.dtype
     factor = torch.ones((), device=queries.device)
-    if dtype == torch.float16:  # whose largest number is 65504
+    if dtype == torch.float16:  # has no number above 65504
         largest = added.abs().amax() if added.numel() else factor
         factor = torch.exp2(torch.log2(largest / 2**15).ceil().clamp(0, 15))
     parts, rest = [], added / factor

@@ -60,7 +60,7 @@ def equals_one_process(uneven: bool, symmetric: bool, learned: bool, drawn: bool
 
 
 def refused_on_every_rank() -> None:
-    """What differs between ranks, or is wrong on one, is an error on all of them."""
+    """Differences between ranks, and a fault of one, are errors on all of them."""
     first = dist.get_rank() == 0
     queries, documents = (torch.zeros(N, D, device=device()) for _ in range(2))
     positives, numbers = torch.zeros(N, dtype=torch.int64, device=device()), torch.zeros(N, device=device())
