@@ -18,7 +18,6 @@ from typing import Any
 import pytest
 import torch
 from killed_support import killed_everywhere
-from levels import first_quick
 from torch import Tensor
 
 from flce import errors
@@ -408,7 +407,7 @@ finally:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="VmHWM is Linux's")
-@pytest.mark.full
+@pytest.mark.nightly
 def test_memory_stays_far_below_a_shard(tmp_path: Path) -> None:
     large, shard_bytes = eight_layers(tmp_path / "in", 2000), 80_000_000 // 2
     for arguments in ((large, tmp_path / "out", "--stages", 2), (tmp_path / "out", tmp_path / "merged", "--merge")):
@@ -421,7 +420,11 @@ def test_memory_stays_far_below_a_shard(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "merged")
 
 
-@pytest.mark.parametrize("sent", first_quick([signal.SIGKILL, signal.SIGTERM, signal.SIGINT], 1), ids=lambda s: s.name)
+@pytest.mark.parametrize(
+    "sent",
+    [signal.SIGKILL, *(pytest.param(sent, marks=pytest.mark.nightly) for sent in (signal.SIGTERM, signal.SIGINT))],
+    ids=lambda sent: sent.name,
+)
 def test_a_killed_run_leaves_no_half_file_and_the_next_succeeds(tmp_path: Path, sent: signal.Signals) -> None:
     """The process is stopped when it has written 1.6 of 8 MB, and again with an old checkpoint in the target's place."""
     given, out = eight_layers(tmp_path / "in", 200), tmp_path / "out"

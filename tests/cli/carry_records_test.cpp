@@ -56,7 +56,7 @@ protected:
 
 // One test, as its steps share what they compile.
 TEST_F(CarryRecords, SameKernels_RecordGetsTheirVersion) {
-    FLCE_FROM_LEVEL(test::Level::full);
+    FLCE_FROM_LEVEL(test::Level::nightly);
     FLCE_REQUIRE_NVRTC_FOR("sm_90a");
     std::string why;
     auto record = read_record_file(file(), why);
@@ -85,7 +85,7 @@ TEST_F(CarryRecords, SameKernels_RecordGetsTheirVersion) {
 }
 
 TEST_F(CarryRecords, OtherKernels_RecordStaysAsItIs) {
-    FLCE_FROM_LEVEL(test::Level::full);
+    FLCE_FROM_LEVEL(test::Level::nightly);
     FLCE_REQUIRE_NVRTC_FOR("sm_90a");
     // An flce whose kernels add to grad_weight.
     const fs::path other = folder_ / "other";
