@@ -74,10 +74,16 @@ demo-engine: setup-python ## train a small model from a checkpoint in stages wit
 	cmake --build --preset $(PRESET) -j $(JOBS) --target flce
 	@tools/python.sh examples/engine_demo.py
 
-# Sanitizers take as long again as everything else: from full on.
-BEYOND_QUICK := $(if $(filter-out quick,$(LEVEL)),test-sanitize) $(if $(filter nightly,$(LEVEL)),test-torch-versions)
+# Where memory is handled; the command and the parts that only write source code are left to `cmake --build --preset sanitize`. Matrices
+# meet in every combination the code that cpu and properties meet.
+SANITIZED := badinput c_api cache cpu $(if $(filter nightly,$(LEVEL)),matrix) parallel properties session
+# Full has the sanitizers where something of theirs changed within a day; without a history everything has.
+OF_SANITIZERS := Makefile CMakePresets.json cache generator runtime templates tests/support $(addprefix tests/,$(SANITIZED))
+of_late = $(shell git log -1 --since='1 day ago' --format=%h -- $(1) 2>/dev/null || echo no history; git status --porcelain -- $(1) 2>/dev/null)
+BEYOND_QUICK := $(if $(filter full,$(LEVEL)),$(if $(call of_late,$(OF_SANITIZERS)),test-sanitize)) \
+    $(if $(filter nightly,$(LEVEL)),test-sanitize test-torch-versions)
 test: build-and-fetch test-release test-install $(BEYOND_QUICK) ## a case of every kind; LEVEL=full is CI's
-	@tools/test_summary.sh build $(if $(filter-out quick,$(LEVEL)),build-sanitize)
+	@tools/test_summary.sh build $(if $(filter test-sanitize,$(BEYOND_QUICK)),build-sanitize)
 
 test-full: ## every property in every combination, sanitizers too: what CI runs
 	@$(MAKE) test LEVEL=full
@@ -95,9 +101,6 @@ test-torch-versions: build-tests
 test-install: build-tests
 	@tools/test_install.sh build
 
-# Where memory is handled; the command and the parts that only write source code are left to `cmake --build --preset sanitize`. Matrices
-# meet in every combination the code that cpu and properties meet.
-SANITIZED := badinput c_api cache cpu $(if $(filter nightly,$(LEVEL)),matrix) parallel properties session
 test-sanitize: setup ## the CPU tests under AddressSanitizer and UndefinedBehaviorSanitizer
 	@tools/configure.sh sanitize
 	cmake --build --preset sanitize -j $(JOBS) --target $(addprefix test_,$(SANITIZED))
