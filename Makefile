@@ -79,7 +79,8 @@ demo-engine: setup-python ## train a small model from a checkpoint in stages wit
 SANITIZED := badinput c_api cache cpu $(if $(filter nightly,$(LEVEL)),matrix) parallel properties session
 # Full has the sanitizers where something of theirs changed within a day; without a history everything has.
 OF_SANITIZERS := Makefile CMakePresets.json cache generator runtime templates tests/support $(addprefix tests/,$(SANITIZED))
-of_late = $(shell git log -1 --since='1 day ago' --format=%h -- $(1) 2>/dev/null || echo no history; git status --porcelain -- $(1) 2>/dev/null)
+of_late = $(shell git log -1 --since='1 day ago' --format=%h -- $(1) 2>/dev/null || echo no history; \
+    git status --porcelain -- $(1) 2>/dev/null)
 BEYOND_QUICK := $(if $(filter full,$(LEVEL)),$(if $(call of_late,$(OF_SANITIZERS)),test-sanitize)) \
     $(if $(filter nightly,$(LEVEL)),test-sanitize test-torch-versions)
 test: build-and-fetch test-release test-install $(BEYOND_QUICK) ## a case of every kind; LEVEL=full is CI's
