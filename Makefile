@@ -86,7 +86,7 @@ BEYOND_QUICK := $(if $(filter full,$(LEVEL)),$(if $(call of_late,$(OF_SANITIZERS
 test: build-and-fetch test-release test-install $(BEYOND_QUICK) ## a case of every kind; LEVEL=full is CI's
 	@tools/test_summary.sh build $(if $(filter test-sanitize,$(BEYOND_QUICK)),build-sanitize)
 
-test-full: ## every property in every combination, sanitizers too: what CI runs
+test-full: ## further combinations, trainers, and sanitizers where their files changed: what CI runs
 	@$(MAKE) test LEVEL=full
 
 # Nothing else stands in a recipe that calls make: `make -n` runs all of it.

@@ -55,10 +55,11 @@ def info_nce(
         reduction: "none" gives [N], 0 for ignored queries; "sum" and "mean" a scalar, fp32. "mean" divides by the number of queries that
             count.
         process_group: ranks that share the documents, a ProcessGroup or a DeviceMesh of one dimension. queries [N, D], N the same on every
-            rank, and documents [M, D], any M, are this rank's; each query meets all ranks' documents. positives count over all ranks'
-            documents in the order of ranks; None: row i of this rank's. The loss is one for all ranks, of all their queries ("none":
-            [ranks · N], whose gradient from above is the same on every rank), and each rank's gradients are those of its own embeddings:
-            where parameters' gradients are averaged over ranks afterwards (DDP), multiply the loss by the number of ranks. In eager mode.
+            rank, and documents [M, D], any M, are this rank's; scale is the same on every rank. Each query meets all ranks' documents.
+            positives count over all ranks' documents in the order of ranks; None: row i of this rank's. The loss is one for all ranks, of
+            all their queries ("none": [ranks · N], whose gradient from above is the same on every rank), and each rank's gradients are
+            those of its own embeddings: where parameters' gradients are averaged over ranks afterwards (DDP), multiply the loss by the
+            number of ranks. In eager mode.
         workspace_limit_bytes, retain_in_grad_weight, batch_invariant: as in `linear_cross_entropy`, whose weight is documents. With
             symmetric each of the two losses has this limit.
 
@@ -77,7 +78,8 @@ def info_nce(
         check()
         places = _alone(queries, documents, positives)
     else:
-        said = {"positives": positives, "negative_log_q": negative_log_q, "symmetric": symmetric or None}
+        learned = scale if isinstance(scale, Tensor) and scale.requires_grad else None
+        said = {"positives": positives, "negative_log_q": negative_log_q, "symmetric": symmetric or None, "scale's gradient": learned}
         places = _over_ranks(process_group, queries, documents, check, said)
     options = {
         "reduction": reduction,

@@ -73,6 +73,7 @@ def refused_on_every_rank() -> None:
         ({"symmetric": first}, "symmetric differs"),
         ({"queries": torch.zeros(N, D, requires_grad=first)}, "queries' gradient differs"),
         ({"documents": torch.zeros(N, D, requires_grad=first)}, "documents' gradient differs"),
+        ({"scale": torch.tensor(2.0, requires_grad=first)}, "scale's gradient differs"),
         ({"documents": alone[not first]}, "documents has 3 rows" if first else r"ranks \[0\] of process_group have refused"),
         ({"scale": -1.0 if first else 1.0}, "scale is -1.0" if first else r"ranks \[0\] of process_group have refused"),
         ({"positives": positives, "symmetric": True}, "positives is given with symmetric"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import subprocess
@@ -39,8 +40,9 @@ def of_late(checkout: Path = ROOT) -> list[str]:
     """Paths of a checkout that changed within a day, by git's history and what is not committed; none where there is no history."""
     found: list[str] = []
     for command in (["log", "--since=1 day ago", "--name-only", "--format="], ["ls-files", "--modified", "--others", "--exclude-standard"]):
-        done = subprocess.run(["git", "-C", str(checkout), *command], capture_output=True, text=True, check=False)
-        found += done.stdout.split("\n") if done.returncode == 0 else []
+        with contextlib.suppress(OSError):  # no git
+            done = subprocess.run(["git", "-C", str(checkout), *command], capture_output=True, text=True, check=False)
+            found += done.stdout.split("\n") if done.returncode == 0 else []
     return [path for path in found if path]
 
 

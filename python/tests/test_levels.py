@@ -63,7 +63,7 @@ def test_nightly_is_full_where_its_files_changed(pytester: pytest.Pytester, monk
         assert not levels.is_left_out(item, [])
 
 
-def test_what_changed_of_late(tmp_path: Path) -> None:
+def test_what_changed_of_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert levels.of_late(tmp_path) == []
 
     def git(*arguments: str, days: int = 0) -> None:
@@ -82,3 +82,7 @@ def test_what_changed_of_late(tmp_path: Path) -> None:
     (tmp_path / "untracked").write_text("")
     levels.of_late.cache_clear()
     assert sorted(levels.of_late(tmp_path)) == ["new", "old", "untracked"]
+    monkeypatch.setenv("PATH", str(tmp_path))  # a machine without git
+    levels.of_late.cache_clear()
+    assert levels.of_late(tmp_path) == []
+    levels.of_late.cache_clear()

@@ -75,7 +75,7 @@ def _classes(ids: Tensor, valid: Tensor, vocab_size: int) -> Tensor:
     for a class that the student does not have, where TRL's own function has a RuntimeError; it waits for the device, as the trainer's
     metrics do in every step."""
     ids = torch.where(valid, ids.clamp_min(0), -1)
-    ids[..., 0] = torch.where(valid.any(-1), ids[..., 0], 0)
+    ids[..., :1] = torch.where(valid.any(-1, keepdim=True), ids[..., :1], 0)
     largest = int(ids.max()) if ids.numel() else -1
     if largest >= vocab_size:
         raise errors.ArgumentError(
