@@ -3,6 +3,9 @@ include(CMakePackageConfigHelpers)
 
 if(SKBUILD)
   install(TARGETS flce LIBRARY DESTINATION flce/lib COMPONENT wheel)
+  if(FLCE_XLA_INCLUDE)
+    install(TARGETS flce_jax LIBRARY DESTINATION flce/lib COMPONENT wheel)
+  endif()
   set_target_properties(flce_cli PROPERTIES INSTALL_RPATH "$ORIGIN/../lib")
   install(TARGETS flce_cli RUNTIME DESTINATION flce/bin COMPONENT wheel)
   return()
@@ -10,6 +13,9 @@ endif()
 install(TARGETS flce EXPORT flce_targets
   LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR}
   INCLUDES DESTINATION ${CMAKE_INSTALL_INCLUDEDIR})
+if(FLCE_XLA_INCLUDE)
+  install(TARGETS flce_jax LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR})
+endif()
 # flce::cli is the command, for flce_prewarm.
 set_target_properties(flce_cli PROPERTIES EXPORT_NAME cli)
 install(TARGETS flce_cli EXPORT flce_targets RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR})

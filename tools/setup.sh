@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
 # Makes the machine ready to build and test flce. Looks for installed packages; says which ones it will install and how, then installs them;
 # quick when nothing is missing. Distribution packages come through apt-get (root, or sudo without a password); NVRTC and the CUDA headers,
-# where no toolkit has them, come as PyPI wheels into .tools/nvidia. With --python also the packages that the Python package's tests need
-# (torch and the rest, unless tools/python.sh finds them): from PyPI into .tools/python; and into .tools/peers the packages of
-# tools/peers.txt, whose signatures a test reads. With --trainers also those of tools/trainers.txt, which tests run, into .tools/trainers.
-# With --servers also the servers that tests of remote caches start: redis and nginx unpacked into .tools/servers, where the system has none
-# (a package that is installed would run, and run after the next boot too), and moto's S3 from PyPI into .tools/moto; without them those
-# tests are skipped. With --dist also the libraries that a release tree is linked with (tools/portable_inputs.sh, into .tools/portable-*);
-# with --arm64 those of a release tree for 64-bit Arm, the cross compiler, and qemu, which runs what it makes.
+# where no toolkit has them, come as PyPI wheels into .tools/nvidia, XLA's headers into .tools/xla. With --python also the packages that the
+# Python package's tests need (torch and the rest, unless tools/python.sh finds them): from PyPI into .tools/python; and into .tools/peers
+# the packages of tools/peers.txt, whose signatures a test reads. With --trainers also those of tools/trainers.txt and tools/jax.txt, which
+# tests run, into .tools/trainers and .tools/jax. With --servers also the servers that tests of remote caches start: redis and nginx
+# unpacked into .tools/servers, where the system has none (a package that is installed would run, and run after the next boot too), and
+# moto's S3 from PyPI into .tools/moto; without them those tests are skipped. With --dist also the libraries that a release tree is linked
+# with (tools/portable_inputs.sh, into .tools/portable-*); with --arm64 those of a release tree for 64-bit Arm, the cross compiler, and
+# qemu, which runs what it makes.
 # Exit code 3 and a list of packages to install by hand where it cannot.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -139,6 +140,11 @@ wheels=()
 has_nvrtc || wheels+=("$nvrtc_wheel")
 has_cuda_headers || wheels+=("$runtime_wheel")
 
+# ── XLA's headers, for libflce_jax: those of the oldest jaxlib that flce.jax is for, since XLA serves older callers and no newer ones.
+xla=.tools/xla xla_wheel='jaxlib==0.8.1'
+xla_missing=true
+if [[ ${FLCE_XLA_INCLUDE:-} || -e $xla/xla/ffi/api/ffi.h ]]; then xla_missing=false; fi
+
 # ── Python packages: reused where the interpreter of tools/python.sh has them.
 python_folder=.tools/python
 # Packages whose releases may change the tests are fetched at the version that the tests were last run with.
@@ -186,7 +192,10 @@ fi
 missing_lists=()
 need_list() { cmp -s "tools/$1.txt" ".tools/$1/requirements.txt" || missing_lists+=("$1"); }
 if $with_python; then need_list peers; fi
-if $with_trainers; then need_list trainers; fi
+if $with_trainers; then
+    need_list trainers
+    need_list jax
+fi
 
 # ── Servers for tests: none of them is installed in the system.
 servers=.tools/servers moto=.tools/moto
@@ -232,7 +241,7 @@ get_servers() {
 }
 
 if ((${#packages[@]} + ${#wheels[@]} + ${#python_packages[@]} + ${#server_packages[@]} == 0)) &&
-    ! $llvm_missing && ! $moto_missing && ! $dist_missing && ((${#missing_lists[@]} == 0)); then exit 0; fi
+    ! $llvm_missing && ! $xla_missing && ! $moto_missing && ! $dist_missing && ((${#missing_lists[@]} == 0)); then exit 0; fi
 
 # ── Distribution packages.
 by_hand() {
@@ -307,6 +316,19 @@ if ((${#wheels[@]})); then
     done
     rm -rf "$nvidia.tmp" "$nvidia"/lib/*.alt.so*
     has_nvrtc && has_cuda_headers || fail "the wheels ${wheels[*]} did not bring what was expected of them"
+fi
+
+if $xla_missing; then
+    echo "flce: fetching from PyPI into $xla the headers of $xla_wheel, for flce.jax"
+    rm -rf "$xla.tmp"
+    # Headers are the same for every Python and machine. The build does without them.
+    if fetch python3 --no-deps --only-binary=:all: --implementation cp --python-version 3.12 --abi cp312 \
+        --platform manylinux_2_27_x86_64 --target "$xla.tmp" "$xla_wheel"; then
+        mkdir -p "$xla" && cp -a "$xla.tmp/jaxlib/include/." "$xla/"
+    else
+        echo "flce: could not fetch $xla_wheel: flce.jax is left out of what is built"
+    fi
+    rm -rf "$xla.tmp"
 fi
 
 # ── Python packages, beside what the interpreter has.

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# One check of the Python package: a group of pytest's files (adapters, engine, ranks, engine_ranks, trainers, examples; core has all files
-# that no other group names), nightly (what is marked so), typing (mypy and ruff) or wheel (built round a libflce that is there, installed
-# by itself, used). Exit code 77 says that the interpreter of tools/python.sh lacks something for it.
+# One check of the Python package: a group of pytest's files (adapters, engine, ranks, engine_ranks, trainers, examples, jax; core has all
+# files that no other group names), nightly (what is marked so), typing (mypy and ruff) or wheel (built round a libflce that is there,
+# installed by itself, used). Exit code 77 says that the interpreter of tools/python.sh lacks something for it.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 check=${1:?usage: test_python.sh GROUP|nightly|typing|wheel LIBFLCE}
@@ -25,9 +25,10 @@ declare -A groups=(
     [engine_ranks]="engine_*_ranks"
     [trainers]="trl* torchtitan megatron* zero3 sentence_transformers"
     [examples]="engine_examples* grpo_example retrieval_example"
+    [jax]="jax*"
 )
 # A file is of the last of these groups that names it.
-order=(adapters engine ranks engine_ranks trainers examples)
+order=(adapters engine ranks engine_ranks trainers examples jax)
 files_of() {
     local group pattern file
     declare -A found=()
@@ -44,8 +45,12 @@ files_of() {
 pytest=("$python" -m pytest -o cache_dir="$work/pytest" --durations=0 --durations-min=1)
 mkdir -p "$work"
 case $check in
-    core | adapters | engine | ranks | engine_ranks | trainers | examples)
+    core | adapters | engine | ranks | engine_ranks | trainers | examples | jax)
         need torch pytest numpy
+        if [[ $check == jax ]]; then
+            export PYTHONPATH=$root/.tools/jax${PYTHONPATH:+:$PYTHONPATH}
+            need jax flax optax scipy
+        fi
         mapfile -t files < <(files_of "$check")
         # A thread a process: ctest runs a test a core.
         cd "$root" && OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} exec "${pytest[@]}" "${files[@]}"

@@ -4,12 +4,9 @@ loss = flce.linear_cross_entropy(hidden, head.weight, labels, shift=1)
 """
 
 import importlib
+import importlib.util
 from typing import TYPE_CHECKING, Any
 
-from flce.budget import MemoryBudget
-from flce.call._targets import shift_labels
-from flce.contrastive import info_nce
-from flce.core._kernels import Kernel, set_strict
 from flce.errors import (
     ArgumentError,
     CacheMissError,
@@ -28,16 +25,24 @@ from flce.errors import (
     UnavailableError,
     UnsupportedTransformError,
 )
-from flce.functional import linear_cross_entropy, linear_logprobs, linear_logprobs_at, linear_topk_distillation
-from flce.jobs import missing, prewarm, tune
-from flce.kernels import cache_statistics, check_labels, explain, get_kernel, warmup
-from flce.lm_head import FusedLMHead
-from flce.loss import FusedOutputLoss, LinearCrossEntropyLoss, extract_hidden_states
-from flce.pipeline import PipelineFusedLoss, sum_tied_gradient
-from flce.plans import check_same_plans, plan_digest
+
+_has_torch = importlib.util.find_spec("torch") is not None
+if TYPE_CHECKING or _has_torch:  # flce.jax stands without it
+    from flce.budget import MemoryBudget
+    from flce.call._targets import shift_labels
+    from flce.contrastive import info_nce
+    from flce.core._kernels import Kernel, set_strict
+    from flce.functional import linear_cross_entropy, linear_logprobs, linear_logprobs_at, linear_topk_distillation
+    from flce.jobs import missing, prewarm, tune
+    from flce.kernels import cache_statistics, check_labels, explain, get_kernel, warmup
+    from flce.lm_head import FusedLMHead
+    from flce.loss import FusedOutputLoss, LinearCrossEntropyLoss, extract_hidden_states
+    from flce.pipeline import PipelineFusedLoss, sum_tied_gradient
+    from flce.plans import check_same_plans, plan_digest
 
 if TYPE_CHECKING:
     from flce import bench, compat, engine, huggingface, megatron, trl
+    from flce import jax as jax
     from flce import torchtitan as torchtitan
     from flce.adapters._patch import patch, unpatch
 
@@ -95,8 +100,9 @@ __all__ = [
     "warmup",
 ]
 
-# Imported when they are first asked for, as what comes from the next one. torchtitan is not in __all__: it imports its trainer.
-_SUBMODULES = ("bench", "compat", "engine", "huggingface", "megatron", "torchtitan", "trl")
+# Imported when they are first asked for, as what comes from the next one. jax and torchtitan are not in __all__: they import what they
+# are for.
+_SUBMODULES = ("bench", "compat", "engine", "huggingface", "jax", "megatron", "torchtitan", "trl")
 _OF_PATCH = ("patch", "unpatch")
 
 
@@ -105,9 +111,11 @@ def __getattr__(name: str) -> Any:
         try:
             return importlib.import_module(f"flce.{name}")
         except ImportError as error:
-            raise AttributeError(f"flce.{name} cannot be imported: {error}; is the trainer that it is for installed?") from error
+            raise AttributeError(f"flce.{name} cannot be imported: {error}; is what it is for installed?") from error
     if name in _OF_PATCH:
         return getattr(importlib.import_module("flce.adapters._patch"), name)
+    if name in __all__ and not _has_torch:
+        raise AttributeError(f"flce.{name} needs torch, which is not installed; the functions for JAX are in flce.jax")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from flce import errors
 from flce.call import _call, _depths, _heads, _named
 from flce.call._arguments import check_ids, check_one_divisor, check_teacher
-from flce.call._options import call_options, number, parameters_of, taken_by, way_of
+from flce.call._options import call_options, parameters_of, taken_by, way_of
+from flce.call._spec_text import number
 from flce.call._targets import check_ignore_index, check_tensors, refuse_impossible_teachers, targets_of
 from flce.parallel import _parallel, _sharded_call
 

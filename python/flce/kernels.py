@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from flce import errors
-from flce.call import _options
+from flce.call import _options, _spec_text
 from flce.call._checks import HIDDEN_MULTIPLE
 from flce.core import _frame, _kernels, _native, checks
 from flce.core._frame import KernelKey
@@ -112,7 +112,7 @@ def get_kernel(
     for name, size in (("hidden_size", hidden_size), ("vocab_size", vocab_size), ("teacher_top_k", teacher_top_k)):
         if not isinstance(size, int):
             raise errors.DTypeError(f"{name} is a {type(size).__name__}; it must be an integer")
-    spec = _options.spec_text(
+    spec = _spec_text.spec_text(
         _options.written_outputs(asked, dft),
         logit_scale=logit_scale,
         softcap=softcap,
@@ -129,7 +129,7 @@ def get_kernel(
         checks.flag(name, flag)
     if num_tokens is not None and (not isinstance(num_tokens, int) or num_tokens < 0):
         raise errors.ArgumentError(f"num_tokens is {num_tokens!r}; it must be an integer of 0 or more, or None")
-    limit = _options.workspace_limit(workspace_limit_bytes)
+    limit = _spec_text.workspace_limit(workspace_limit_bytes)
     device, strict = _device(device), _kernels.checked_strict(strict)
     key = KernelKey(
         device=device,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,6 +15,9 @@ from retain_support import watched, way  # noqa: F401  # fixtures
 
 import flce
 from flce.call import _call
+
+if importlib.util.find_spec("jax") is None:
+    collect_ignore_glob = ["test_jax*"]  # tools/setup.sh --trainers fetches it into .tools/jax
 
 
 def _devices() -> list[object]:

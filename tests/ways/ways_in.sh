@@ -117,8 +117,14 @@ case $way in
         in_clone .tools make wheel
         environment "$work/venv"
         (cd "$work/clone" && quietly "$work/venv/bin/pip" install dist/flce-*-manylinux_2_28_x86_64.whl)
+        # An environment with jax and without torch, for the same wheel.
+        torch="" environment "$work/jax"
+        (cd "$work/clone" && quietly "$work/jax/bin/pip" install --no-deps dist/flce-*-manylinux_2_28_x86_64.whl)
+        quietly "$work/jax/bin/pip" install jax flax optax
+        cp -a "$work/clone/examples" "$work/clone/docs" "$work"
         rm -rf "$work/clone"
         used "$work/venv"
+        (cd / && quietly "$work/jax/bin/python" "$work/examples/jax_train.py" --steps 5 --plain)
         ;;
     arm64)
         clone "$work/clone"

@@ -16,7 +16,7 @@ from torch import Tensor
 from flce import errors
 from flce.call import _arguments
 from flce.call._checks import is_dtensor
-from flce.call._options import number, reduction_code
+from flce.call._spec_text import number, reduction_code
 from flce.call._targets import check_target_dtype, check_tensors, targets_of
 from flce.core import checks
 from flce.core._frame import Parallel

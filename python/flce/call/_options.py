@@ -16,14 +16,13 @@ import torch
 
 from flce import errors
 from flce.budget import MemoryBudget
+from flce.call._spec_text import REDUCTIONS, reduction_code, spec_text, workspace_limit
 from flce.call._targets import check_ignore_index
 from flce.core import _frame, _retain, checks
 from flce.core._frame import CallOptions
 
-REDUCTIONS = {"none": 0, "sum": 1, "mean": 2, "weighted_mean": 3}
 REDUCTION_NAMES = {code: name for name, code in REDUCTIONS.items()}
 OUTPUTS = (*_frame.VALUES[:-1], "top1", _frame.VALUES[-1])  # a Spec's outputs, in the order in which callers get them
-_LONG = 1 << 63
 
 
 class Option(NamedTuple):
@@ -166,66 +165,6 @@ def asked_outputs(flags: Mapping[str, Any]) -> tuple[str, ...]:
 def written_outputs(asked: Iterable[str], dft: Any) -> tuple[str, ...]:
     """Outputs that a kernel has to write, in the order of OUTPUTS: backward of dft reads the targets' log-probabilities."""
     return tuple(name for name in OUTPUTS if name in asked or (dft is True and name == "logprobs"))
-
-
-def spec_text(
-    outputs: Iterable[str],
-    *,
-    logit_scale: float | None = None,
-    softcap: float | None = None,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    dft: bool = False,
-    batch_invariant: bool = False,
-    teacher_top_k: int = 0,
-    hard_weight: float = 0.0,
-) -> str:
-    """The options as keys of a Spec's text; what is at its default is left out."""
-    parts = []
-    values = {
-        "logit_scale": (logit_scale, 1.0),
-        "softcap": (softcap, 0.0),
-        "label_smoothing": (label_smoothing, 0.0),
-        "z_loss": (z_loss, 0.0),
-        "hard_weight": (hard_weight, 0.0),
-    }
-    for name, (value, default) in values.items():
-        if value is not None and (parsed := number(name, value)) != default:
-            parts.append(f"{name}={parsed!r}")
-    for name, flag in (("batch_invariant", batch_invariant), ("dft", dft)):
-        checks.flag(name, flag)
-        if flag:
-            parts.append(name)
-    if teacher_top_k:
-        parts.append(f"teacher_top_k={teacher_top_k}")
-    if tuple(outputs) != ("loss",):
-        parts.append("outputs=" + "+".join(outputs))
-    return ",".join(parts)
-
-
-def number(name: str, value: Any) -> float:
-    if not isinstance(value, numbers.Real):
-        raise errors.DTypeError(f"{name} is a {type(value).__name__}; it must be a number (a constant, not a tensor)")
-    return float(value)
-
-
-def reduction_code(given: Any) -> int:
-    code = REDUCTIONS.get(given) if isinstance(given, str) else None
-    if code is None:
-        raise errors.ArgumentError(f"reduction is {given!r}; allowed are {', '.join(map(repr, REDUCTIONS))}")
-    return code
-
-
-def workspace_limit(given: int | MemoryBudget | None) -> int:
-    if given is None:
-        return 0
-    if isinstance(given, MemoryBudget):
-        return given.memory_limit_bytes
-    if not isinstance(given, int) or isinstance(given, bool) or not 0 < given < _LONG:
-        raise errors.ArgumentError(
-            f"workspace_limit_bytes is {given!r}; it must be a positive number of bytes, below 2^63, a flce.MemoryBudget, or None"
-        )
-    return given
 
 
 def retain_choice(given: bool | None, limit: int | MemoryBudget | None = None) -> _retain.Retain:

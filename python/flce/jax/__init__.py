@@ -1,0 +1,311 @@
+"""flce for JAX: the output layer's linear + cross-entropy under jax.jit, jax.grad, jax.vmap and over a mesh, without logits in memory.
+
+    import flce.jax
+
+    loss, gradients = jax.value_and_grad(lambda h, w: flce.jax.linear_cross_entropy(h, w, labels, shift=1), argnums=(0, 1))(hidden, weight)
+
+Kernels, plans, caches and records are those of `flce`. Calls are traced for jax's default device (`jax.default_device`), a CPU or a CUDA
+GPU.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from flce import errors
+from flce.jax import _layer, _mesh, _rows, _targets
+from flce.jax._library import check_labels
+
+__all__ = ["check_labels", "linear_cross_entropy", "linear_logprobs", "linear_logprobs_at", "linear_topk_distillation"]
+
+_IGNORED = -100
+_OUTPUTS = ("loss", "lse", "logprobs", "entropy", "top1")
+
+
+def _outputs(**flags: bool) -> tuple[str, ...]:
+    return tuple(name for name in _OUTPUTS if flags.get(name))
+
+
+def linear_cross_entropy(
+    hidden: Any,
+    weight: Any,
+    labels: Any,
+    *,
+    weight_layout: str = "vocab_major",
+    bias: Any = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    logit_scale: float | None = None,
+    softcap: float | None = None,
+    temperature: Any = 1.0,
+    token_weight: Any = None,
+    num_valid_tokens: Any = None,
+    shift: int = 0,
+    return_lse: bool = False,
+    return_logprobs: bool = False,
+    return_entropy: bool = False,
+    return_top1: bool = False,
+    workspace_limit_bytes: int | None = None,
+    axis_name: str | None = None,
+) -> Any:
+    """Cross entropy of softcap(logit_scale · (hidden · weightᵀ + bias)) / temperature against labels, plus z_loss · lse² a token, without
+    the logits in memory.
+
+    Args:
+        hidden: [..., D] float32, bfloat16 or float16. D not a multiple of 8 is padded (a copy of hidden and weight).
+        weight: [V, D] with weight_layout "vocab_major", [D, V] with "hidden_major" (a Flax kernel); of hidden's dtype, or float32 beside
+            16-bit hidden states (kernels round it as they read it; its gradient is float32). Nothing is guessed from its shape.
+        labels: [...] int32 or int64. Rows that hold ignore_index, and rows out of [0, V) (see `check_labels`), count for nothing.
+        bias: [V].
+        reduction: "none" gives [...], 0 for ignored rows; "sum", "mean" and "weighted_mean" a scalar. All float32. "mean" divides by
+            num_valid_tokens, or where that is None by the number of valid rows; "weighted_mean" by the sum of valid rows' token_weight.
+            Where the divisor is 0, loss and gradients are 0.
+        label_smoothing, z_loss, logit_scale, softcap: numbers, with torch's meaning of smoothing.
+        temperature: logits are divided by it: a number, 2^-100 to 2^100, or [...] float32. A row whose temperature is out of this range
+            counts as ignored, and `check_labels` reports it. A gradient of it is an ArgumentError.
+        token_weight: [...]; a row's loss, z_loss included, is multiplied by it. `shift` does not move it.
+        shift: 0 for labels that are aligned already, 1 for labels as a tokenizer gives them: position t predicts labels[..., t + shift].
+        return_lse, return_logprobs, return_entropy: also return lse, the label's log-probability, the softmax's entropy (nats): [...]
+            float32, 0 for ignored rows, differentiable.
+        return_top1: also return the class of the largest logit, [...] int32, -1 for ignored rows.
+        workspace_limit_bytes: the most memory that this call takes beyond its arrays and their gradients, in forward and backward, what
+            forward leaves to backward included. None: 64 MiB + 4·N·D, and for backward as much as the weight's gradient has: XLA owns that
+            gradient's memory, so that it cannot be lent as in torch. Over a mesh the limit is on all tokens' calls together.
+        axis_name: inside of jax.shard_map, the axis over which the vocabulary lies: weight and bias are this device's part, of equal size
+            on all; hidden and labels are the same on all of them. Outputs are the same bits on all of them; hidden's gradient is the
+            sum over them. Not with return_top1.
+
+    Returns:
+        loss, or (loss, lse, logprobs, entropy, top1) with those that were asked for.
+
+    Raises:
+        ShapeError, DTypeError, ArgumentError: naming the argument, while the call is traced.
+        SpecError, PlanError: an option out of its range; a limit that is too small.
+        UnavailableError, CompileError, DeviceError: the kernel cannot be had. What fails when the call runs is an error of XLA's with
+        flce's message.
+    """
+    outputs = _outputs(loss=True, lse=return_lse, logprobs=return_logprobs, entropy=return_entropy, top1=return_top1)
+    return _cross_entropy(
+        hidden,
+        weight,
+        labels,
+        outputs=outputs,
+        bias=bias,
+        reduction=reduction,
+        token_weight=token_weight,
+        num_valid_tokens=num_valid_tokens,
+        shift=shift,
+        weight_layout=weight_layout,
+        ignore_index=ignore_index,
+        temperature=temperature,
+        workspace_limit_bytes=workspace_limit_bytes,
+        axis_name=axis_name,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        logit_scale=logit_scale,
+        softcap=softcap,
+    )
+
+
+def linear_logprobs(
+    hidden: Any,
+    weight: Any,
+    labels: Any,
+    *,
+    weight_layout: str = "vocab_major",
+    bias: Any = None,
+    ignore_index: int = -100,
+    logit_scale: float | None = None,
+    softcap: float | None = None,
+    temperature: Any = 1.0,
+    shift: int = 0,
+    return_entropy: bool = False,
+    return_top1: bool = False,
+    workspace_limit_bytes: int | None = None,
+    axis_name: str | None = None,
+) -> Any:
+    """log p(label) of every token. Arguments and errors are those of `linear_cross_entropy`.
+
+    Returns:
+        log-probabilities [...] float32, 0 for ignored rows, differentiable; or (log-probabilities, entropy, top1) with those that were
+        asked for.
+    """
+    return _cross_entropy(
+        hidden,
+        weight,
+        labels,
+        outputs=_outputs(logprobs=True, entropy=return_entropy, top1=return_top1),
+        bias=bias,
+        shift=shift,
+        weight_layout=weight_layout,
+        ignore_index=ignore_index,
+        temperature=temperature,
+        workspace_limit_bytes=workspace_limit_bytes,
+        axis_name=axis_name,
+        logit_scale=logit_scale,
+        softcap=softcap,
+    )
+
+
+def _cross_entropy(
+    hidden: Any,
+    weight: Any,
+    labels: Any,
+    *,
+    outputs: tuple[str, ...],
+    bias: Any,
+    shift: int,
+    weight_layout: str,
+    ignore_index: int,
+    temperature: Any,
+    reduction: str = "none",
+    token_weight: Any = None,
+    num_valid_tokens: Any = None,
+    **options: Any,
+) -> Any:
+    _targets.check_reduction(reduction, token_weight, num_valid_tokens)
+    if "top1" in outputs and options["axis_name"] is not None:
+        raise errors.ArgumentError("return_top1 is given with axis_name; a part of the vocabulary does not know its place in the whole")
+    arrays = _layer.checked(
+        weight_layout, hidden=hidden, weight=weight, labels=labels, bias=bias, temperature=temperature, token_weight=token_weight,
+        num_valid_tokens=num_valid_tokens,
+    )  # fmt: skip
+
+    def run(arrays: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
+        target = _targets.shifted(arrays["labels"], shift, ignore_index)
+        made = _rows.Rows(arrays, target, outputs, weight_layout=weight_layout, ignore_index=ignore_index, **options)
+        return made.outputs(outputs, reduction)
+
+    return _mesh.run_in_auto_mode(run, arrays, tuple(_kind(name, reduction) for name in outputs))
+
+
+def _kind(name: str, reduction: str) -> str:
+    return "scalar" if name == "loss" and reduction != "none" else "tokens"
+
+
+def linear_topk_distillation(
+    hidden: Any,
+    weight: Any,
+    teacher_ids: Any,
+    teacher_probs: Any,
+    *,
+    labels: Any = None,
+    hard_weight: float = 0.0,
+    weight_layout: str = "vocab_major",
+    bias: Any = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    logit_scale: float | None = None,
+    softcap: float | None = None,
+    temperature: Any = 1.0,
+    token_weight: Any = None,
+    num_valid_tokens: Any = None,
+    return_lse: bool = False,
+    return_entropy: bool = False,
+    return_teacher_logprobs: bool = False,
+    workspace_limit_bytes: int | None = None,
+    axis_name: str | None = None,
+) -> Any:
+    """hard_weight · CE(labels) + (1 − hard_weight) · (−Σ_k q_k·log p(id_k)) of every token, with q the teacher's probabilities of its K
+    most likely classes.
+
+    Args:
+        teacher_ids: [..., K] int32 or int64, K from 1 to 1024: classes in any order, -1 for none. Probabilities of equal ids add up.
+        teacher_probs: [..., K], computed with in float32, taken as they are. A row with a negative one (a log-probability) or one above 1
+            counts as ignored, and `check_labels` reports it. A gradient of them is an ArgumentError.
+        labels: [...] int32 or int64, aligned. Rows that are ignored there count for nothing. None: rows whose ids are all -1 are ignored.
+        hard_weight: 0 to 1, the share of the labels' cross entropy. It needs labels where it is not 0.
+        return_teacher_logprobs: also return log p(id_k), [..., K] float32, 0 at no class and for ignored rows, without a gradient.
+        The others as in `linear_cross_entropy`.
+
+    Returns:
+        loss, or (loss, lse, entropy, teacher_logprobs) with those that were asked for.
+    """
+    _targets.check_reduction(reduction, token_weight, num_valid_tokens)
+    if labels is None and hard_weight:
+        raise errors.ArgumentError(f"hard_weight is {hard_weight!r} and labels is None; give labels or leave hard_weight at 0")
+    outputs = _outputs(loss=True, lse=return_lse, entropy=return_entropy)
+    wanted = (*outputs, *(("teacher_logprobs",) if return_teacher_logprobs else ()))
+    arrays = _layer.checked(
+        weight_layout, hidden=hidden, weight=weight, labels=labels, bias=bias, temperature=temperature, token_weight=token_weight,
+        num_valid_tokens=num_valid_tokens, teacher_ids=teacher_ids, teacher_probs=teacher_probs,
+    )  # fmt: skip
+
+    def run(arrays: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
+        ids, probs = arrays["teacher_ids"], arrays["teacher_probs"]
+        target = arrays.get("labels")
+        if target is None:
+            target = _targets.rows_with_a_class(ids, ignore_index)
+        made = _rows.Rows(
+            arrays,
+            _targets.without_impossible_teachers(target, ids, probs, ignore_index),
+            outputs,
+            weight_layout=weight_layout,
+            ignore_index=ignore_index,
+            workspace_limit_bytes=workspace_limit_bytes,
+            axis_name=axis_name,
+            hard_weight=hard_weight,
+            label_smoothing=label_smoothing,
+            z_loss=z_loss,
+            logit_scale=logit_scale,
+            softcap=softcap,
+        )
+        return made.outputs(wanted, reduction)
+
+    return _mesh.run_in_auto_mode(run, arrays, tuple(_kind(name, reduction) for name in wanted))
+
+
+def linear_logprobs_at(
+    hidden: Any,
+    weight: Any,
+    ids: Any,
+    *,
+    weight_layout: str = "vocab_major",
+    bias: Any = None,
+    logit_scale: float | None = None,
+    softcap: float | None = None,
+    temperature: Any = 1.0,
+    return_lse: bool = False,
+    return_entropy: bool = False,
+    workspace_limit_bytes: int | None = None,
+    axis_name: str | None = None,
+) -> Any:
+    """log p of several classes of every token, with p the softmax over the whole vocabulary.
+
+    Args:
+        ids: [..., K] int32 or int64, K from 1 to 1024: classes in any order, -1 for none. Equal ids are places of their own, whose
+            gradients add up. Another number outside the vocabulary counts as none, and `check_labels` reports its row.
+        The others as in `linear_cross_entropy`; lse and entropy are 0 for tokens that name no class.
+
+    Returns:
+        log-probabilities [..., K] float32, 0 at no class, differentiable; or (log-probabilities, lse, entropy) with those that were asked
+        for.
+    """
+    outputs = _outputs(loss=True, lse=return_lse, entropy=return_entropy)
+    wanted = ("teacher_logprobs", *outputs[1:])
+    arrays = _layer.checked(weight_layout, hidden=hidden, weight=weight, bias=bias, temperature=temperature, ids=ids)
+
+    def run(arrays: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
+        ids = arrays.pop("ids")
+        made = _rows.Rows(
+            arrays | {"teacher_ids": ids, "teacher_probs": jnp.zeros(ids.shape, jnp.float32)},
+            _targets.rows_with_a_class(ids, _IGNORED),
+            outputs,
+            named=True,
+            weight_layout=weight_layout,
+            ignore_index=_IGNORED,
+            workspace_limit_bytes=workspace_limit_bytes,
+            axis_name=axis_name,
+            logit_scale=logit_scale,
+            softcap=softcap,
+        )
+        return made.outputs(wanted, "none")
+
+    return _mesh.run_in_auto_mode(run, arrays, ("tokens",) * len(wanted))

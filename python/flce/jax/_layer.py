@@ -1,0 +1,127 @@
+"""A caller's arguments, checked, as a `Layer` and its inputs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from flce import errors
+from flce.call._spec_text import spec_text, workspace_limit
+from flce.core import checks
+from flce.jax import _calls, _sharded
+from flce.jax._calls import Layer
+
+LAYOUTS = ("vocab_major", "hidden_major")
+_DEPTH_STEP = 8
+_INT = 1 << 31
+_INTEGERS = ("labels", "teacher_ids", "ids")
+_OF_TOKENS = ("labels", "temperature", "token_weight")
+_OF_TEACHERS = ("teacher_ids", "teacher_probs", "ids")
+
+
+def checked(weight_layout: str, *, temperature: Any = None, num_valid_tokens: Any = None, **given: Any) -> dict[str, jax.Array]:
+    """The arrays that were given, checked; a temperature that is a number as one for each token, left out where it changes nothing."""
+    arrays: dict[str, jax.Array] = {}
+    for name, value in given.items():
+        if value is not None or name in ("hidden", "weight", "teacher_ids", "teacher_probs", "ids"):
+            arrays[name] = _array(name, value)
+    hidden = arrays["hidden"]
+    _check_layer(hidden, arrays["weight"], arrays.get("bias"), weight_layout)
+    tokens = hidden.shape[:-1]
+    if isinstance(temperature, (int, float)):
+        checks.temperature(float(temperature))
+        if temperature != 1:
+            arrays["temperature"] = jnp.full(tokens, temperature, jnp.float32)
+    elif temperature is not None:
+        made = _array("temperature", temperature).astype(jnp.float32)
+        arrays["temperature"] = jnp.broadcast_to(made, tokens) if made.ndim == 0 else made
+    if num_valid_tokens is not None:
+        arrays["num_valid_tokens"] = count = _array("num_valid_tokens", num_valid_tokens)
+        if count.size != 1:
+            raise errors.ShapeError(f"num_valid_tokens has shape {list(count.shape)}; it must have one element")
+    for name, value in arrays.items():
+        if name in _INTEGERS and value.dtype not in (jnp.int32, jnp.int64):
+            raise errors.DTypeError(f"{name} has dtype {value.dtype}; allowed are int32 and int64")
+        if name in _OF_TOKENS and value.shape != tokens:
+            raise errors.ShapeError(f"{name} has shape {list(value.shape)}; it must be hidden's without the last, {list(tokens)}")
+        if name in _OF_TEACHERS and (value.ndim == 0 or value.shape[:-1] != tokens or not 1 <= value.shape[-1] <= 1024):
+            raise errors.ShapeError(f"{name} has shape {list(value.shape)}; it must be {[*tokens, 'K']}, K from 1 to 1024")
+    probs = arrays.get("teacher_probs")
+    if probs is not None:
+        if probs.shape != arrays["teacher_ids"].shape:
+            raise errors.ShapeError(
+                f"teacher_probs has shape {list(probs.shape)}; it must be teacher_ids', {list(arrays['teacher_ids'].shape)}"
+            )
+        if not jnp.issubdtype(probs.dtype, jnp.floating):
+            raise errors.DTypeError(f"teacher_probs has dtype {probs.dtype}; it must be a floating dtype (computed with in float32)")
+        arrays["teacher_probs"] = probs.astype(jnp.float32)
+    return arrays
+
+
+def _array(name: str, value: Any) -> jax.Array:
+    try:
+        return jnp.asarray(value)
+    except TypeError:
+        raise errors.DTypeError(f"{name} is a {type(value).__name__}; it must be an array") from None
+
+
+def _check_layer(hidden: jax.Array, weight: jax.Array, bias: jax.Array | None, weight_layout: str) -> None:
+    """Raises ShapeError and DTypeError, naming the argument."""
+    checks.choice("weight_layout", weight_layout, LAYOUTS)
+    for name, value in (("hidden", hidden), ("weight", weight)):
+        if value.dtype.name not in _calls.DTYPES:
+            raise errors.DTypeError(f"{name} has dtype {value.dtype}; allowed are {', '.join(_calls.DTYPES)}")
+    if weight.dtype not in (hidden.dtype, jnp.float32):
+        raise errors.DTypeError(f"weight has dtype {weight.dtype}; it must be hidden's, {hidden.dtype}, or float32")
+    if hidden.ndim < 1 or weight.ndim != 2:
+        raise errors.ShapeError(f"hidden has shape {list(hidden.shape)} and weight {list(weight.shape)}; they must be [..., D] and [V, D]")
+    depth = weight.shape[0 if weight_layout == "hidden_major" else 1]
+    if depth != hidden.shape[-1]:
+        other = weight.shape[1 if weight_layout == "hidden_major" else 0]
+        hint = ""
+        if other == hidden.shape[-1]:
+            hint = f"; it looks like weight_layout={next(each for each in LAYOUTS if each != weight_layout)!r}"
+        shape = "[D, V]" if weight_layout == "hidden_major" else "[V, D]"
+        raise errors.ShapeError(f"weight has shape {list(weight.shape)}; with hidden {list(hidden.shape)} it must be {shape}{hint}")
+    classes = weight.shape[1 if weight_layout == "hidden_major" else 0]
+    if bias is not None and bias.shape != (classes,):
+        raise errors.ShapeError(f"bias has shape {list(bias.shape)}; it must be [{classes}]")
+
+
+def layer_of(
+    arrays: dict[str, jax.Array],
+    *,
+    weight_layout: str,
+    ignore_index: int,
+    workspace_limit_bytes: int | None,
+    axis_name: str | None,
+    outputs: tuple[str, ...],
+    named: bool = False,
+    **of_spec: Any,
+) -> tuple[Layer, tuple[jax.Array, ...]]:
+    """`arrays`: hidden, weight, target, and bias, a temperature and a teacher's where there are any."""
+    hidden, weight = arrays["hidden"], arrays["weight"]
+    checks.integer("ignore_index", ignore_index, -_INT)
+    padding = -hidden.shape[-1] % _DEPTH_STEP
+    if padding:
+        of_depth = (padding, 0) if weight_layout == "hidden_major" else (0, padding)
+        arrays["hidden"] = jnp.pad(hidden, [(0, 0)] * (hidden.ndim - 1) + [(0, padding)])
+        arrays["weight"] = jnp.pad(weight, [(0, each) for each in of_depth])
+    if "bias" in arrays:
+        arrays["bias"] = arrays["bias"].astype(hidden.dtype)
+    top_k = arrays["teacher_ids"].shape[-1] if "teacher_ids" in arrays else 0
+    layer = Layer(
+        options=spec_text(outputs, teacher_top_k=top_k, **of_spec),
+        outputs=outputs,
+        inputs=tuple(arrays),
+        hidden_major=weight_layout == "hidden_major",
+        ignore_index=ignore_index,
+        workspace_limit_bytes=workspace_limit(workspace_limit_bytes),
+        top_k=top_k,
+        named=named,
+        ranks=1 if axis_name is None else _sharded.ranks_of(axis_name),
+        axis_name=axis_name or "",
+    )
+    return layer, tuple(arrays.values())

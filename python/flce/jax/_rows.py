@@ -1,0 +1,214 @@
+"""Rows through the output layer as a function that jax transforms: per-token results, differentiable, batched and partitioned by rows.
+
+A primitive of its own stands outside of the `custom_vjp`, so that vmap meets it first and makes rows of a batch: the weight's gradient of a
+batch of examples is one call's. Its derivative is the `custom_vjp`'s.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.interpreters import ad, batching, mlir
+
+from flce import errors
+from flce.jax import _calls, _layer, _mesh, _sharded, _targets
+from flce.jax._calls import Layer
+
+_OF_CLASSES = ("weight", "bias")  # inputs that all rows share
+_OPTIONAL = ("bias", "temperature", "teacher_ids", "teacher_probs")
+
+
+@jax.tree_util.register_static
+class _Names(tuple[str, ...]):
+    """Names among residuals."""
+
+
+class Rows:
+    """A call's results by name, per token."""
+
+    def __init__(self, arrays: dict[str, jax.Array], target: jax.Array, outputs: tuple[str, ...], *, ignore_index: int, **options: Any):
+        inputs = {"hidden": arrays["hidden"], "weight": arrays["weight"], "target": target}
+        inputs |= {name: arrays[name] for name in _OPTIONAL if name in arrays}
+        layer, given = _layer.layer_of(inputs, outputs=outputs, ignore_index=ignore_index, **options)
+        self._results = dict(zip(layer.forward_results, rows(layer, *given), strict=True))
+        classes = layer.ranks * arrays["weight"].shape[1 if layer.hidden_major else 0]
+        self._valid = _targets.valid_rows(target, classes, ignore_index, arrays.get("temperature"))
+        self._named = layer.named
+        self._token_weight, self._num_valid_tokens = arrays.get("token_weight"), arrays.get("num_valid_tokens")
+
+    def outputs(self, names: tuple[str, ...], reduction: str) -> tuple[jax.Array, ...]:
+        return tuple(self._output(name, reduction) for name in names)
+
+    def _output(self, name: str, reduction: str) -> jax.Array:
+        made = self._results[name]
+        if name == "loss":
+            return _targets.reduced(made, self._valid, reduction, self._token_weight, self._num_valid_tokens)
+        return jax.lax.stop_gradient(made) if name == "teacher_logprobs" and not self._named else made
+
+
+def rows(layer: Layer, *inputs: jax.Array) -> tuple[jax.Array, ...]:
+    """`layer.forward_results`, [...] each, of `layer.inputs`."""
+    made: Any = _apply_to_own(layer, *inputs) if _calls.is_manual() else _apply(layer, *inputs)
+    return tuple(made)
+
+
+def _passes(layer: Layer) -> Any:
+    return _sharded if layer.axis_name else _mesh
+
+
+def _without_derivative(function: Any) -> Any:
+    """A function of arrays that does the same and refuses a derivative of its own: jax would name something within it."""
+    made = jax.custom_jvp(function)
+
+    def refuse(primals: Any, tangents: Any) -> Any:
+        raise errors.UnsupportedTransformError("flce.jax has no second derivatives: its gradients cannot be differentiated")
+
+    made.defjvp(refuse)
+    return made
+
+
+# ── With a derivative ───────────────────────────────
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _differentiable(layer: Layer, *inputs: jax.Array) -> Any:
+    return _passes(layer).forward(layer, 0, *inputs)
+
+
+def _forward(layer: Layer, *given: Any) -> tuple[Any, Any]:
+    inputs = [each.value for each in given]
+    wanted = [name for name, each in zip(layer.inputs, given, strict=True) if each.perturbed]
+    for name in wanted:
+        if name not in _calls.GRADIENTS:
+            raise errors.ArgumentError(f"a gradient of {name} is asked for, and it has none here: give jax.lax.stop_gradient({name})")
+    row_bytes = _calls.retained_row_bytes(layer, *inputs[:2]) if wanted else 0
+    made = _without_derivative(functools.partial(_passes(layer).forward, layer, row_bytes))(*inputs)
+    results = dict(zip(layer.forward_results, made, strict=False))
+    saved = {name: checkpoint_name(results[name], f"flce_{name}") for name in layer.saved}
+    if row_bytes:
+        saved["retained"] = checkpoint_name(made[-1], "flce_retained")
+    outputs = tuple(saved.get(name, results[name]) for name in layer.forward_results)
+    return outputs, (tuple(inputs), saved, _Names(wanted))
+
+
+def _backward(layer: Layer, residuals: Any, given: Any) -> tuple[Any, ...]:
+    inputs, saved, wanted = residuals
+    arguments = dict(zip(layer.inputs, inputs, strict=True))
+    arguments |= saved
+    of_results = _calls.gradient_names(layer.forward_results)
+    for name, gradient in zip(layer.forward_results, given, strict=True):
+        if name in of_results and not isinstance(gradient, jax.custom_derivatives.SymbolicZero):
+            arguments[of_results[name]] = gradient
+        elif name == "teacher_logprobs" and layer.named and not isinstance(gradient, jax.custom_derivatives.SymbolicZero):
+            # A loss −Σ_k q_k·log p_k has the log-probabilities' gradient −q.
+            arguments["teacher_probs"] = -gradient
+            arguments["grad_loss"] = jnp.ones(inputs[0].shape[:-1], jnp.float32)
+    if "grad_entropy" in arguments:
+        arguments.pop("retained", None)  # a GPU's exponentials are no use there
+    if not wanted or not any(name.startswith("grad_") for name in arguments):
+        return tuple(None for _ in inputs)
+    if "loss" in of_results and "grad_loss" not in arguments:
+        arguments["grad_loss"] = jnp.zeros(inputs[0].shape[:-1], jnp.float32)
+    backward = functools.partial(_passes(layer).backward, layer, tuple(arguments), tuple(wanted))
+    made = _without_derivative(backward)(*arguments.values())
+    gradients = dict(zip(wanted, made, strict=True))
+    return tuple(_as_input(gradients.get(name), value) for name, value in zip(layer.inputs, inputs, strict=True))
+
+
+def _as_input(gradient: Any, value: jax.Array) -> Any:
+    """Summed over the manual axes over which the input, unlike the call, does not vary."""
+    if gradient is None:
+        return None
+    axes = tuple(sorted(_calls.varying(gradient) - _calls.varying(value)))
+    return (jax.lax.psum(gradient, axes) if axes else gradient).astype(value.dtype)
+
+
+_differentiable.defvjp(_forward, _backward, symbolic_zeros=True)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _apply_to_own(layer: Layer, *inputs: jax.Array) -> Any:
+    """A device's own rows, inside of shard_map."""
+    return _differentiable(layer, *inputs)
+
+
+# ── As a primitive ──────────────────────────────────
+
+_rows_p = Primitive("flce_rows")
+_rows_p.multiple_results = True
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _apply(layer: Layer, *inputs: jax.Array) -> Any:
+    return _bind(layer, *inputs)
+
+
+def _bind(layer: Layer, *inputs: Any) -> Any:
+    call = _call(layer, *((each.shape, each.dtype) for each in inputs))
+    return _rows_p.bind(*inputs, layer=layer, call=call)
+
+
+@functools.lru_cache(maxsize=256)
+def _call(layer: Layer, *inputs: Any) -> Any:
+    """The passes' jaxpr. jax looks into it for what it has to tell about devices before it lowers."""
+    shapes = [jax.ShapeDtypeStruct(*each) for each in inputs]
+    return jax.make_jaxpr(functools.partial(_mesh.forward, layer, 0))(*shapes)
+
+
+def _evaluate(*inputs: jax.Array, layer: Layer, call: Any) -> Any:
+    return jaxpr_as_fun(call)(*inputs)
+
+
+def _abstract(*inputs: Any, layer: Layer, call: Any) -> list[Any]:
+    return [jax.core.ShapedArray(each.shape, each.dtype) for each in call.out_avals]
+
+
+def _derivative(primals: Any, tangents: Any, *, layer: Layer, call: Any) -> tuple[Any, Any]:
+    at = [i for i, tangent in enumerate(tangents) if type(tangent) is not ad.Zero]
+
+    def of(*values: jax.Array) -> Any:
+        inputs = list(primals)
+        for i, value in zip(at, values, strict=True):
+            inputs[i] = value
+        return _differentiable(layer, *inputs)
+
+    outputs, slopes = jax.jvp(of, [primals[i] for i in at], [tangents[i] for i in at])
+    return outputs, [
+        slope if jnp.issubdtype(output.dtype, jnp.floating) else ad.Zero.from_primal_value(output)
+        for output, slope in zip(outputs, slopes, strict=True)
+    ]
+
+
+def _batched(inputs: Any, axes: Any, *, layer: Layer, call: Any) -> tuple[Any, Any]:
+    """A batch axis of what belongs to tokens makes more rows; of a weight or a bias, a call each."""
+    (count,) = {value.shape[axis] for value, axis in zip(inputs, axes, strict=True) if axis is not None}
+    named = list(zip(layer.inputs, inputs, axes, strict=True))
+    if any(axis is not None for name, _, axis in named if name in _OF_CLASSES):
+        moved = [value if axis is None else jnp.moveaxis(value, axis, 0) for _, value, axis in named]
+        batched = [value for value, axis in zip(moved, axes, strict=True) if axis is not None]
+
+        def one(parts: Any) -> Any:
+            rest = iter(parts)
+            return _bind(layer, *(value if axis is None else next(rest) for value, axis in zip(moved, axes, strict=True)))
+
+        return jax.lax.map(one, batched), [0] * len(layer.forward_results)
+
+    def of_rows(name: str, value: Any, axis: int | None) -> Any:
+        if name in _OF_CLASSES:
+            return value
+        return jnp.broadcast_to(value, (count, *value.shape)) if axis is None else jnp.moveaxis(value, axis, 0)
+
+    made = _bind(layer, *(of_rows(*each) for each in named))
+    return made, [0] * len(made)
+
+
+_rows_p.def_impl(_evaluate)
+_rows_p.def_abstract_eval(_abstract)
+ad.primitive_jvps[_rows_p] = _derivative
+batching.primitive_batchers[_rows_p] = _batched
+mlir.register_lowering(_rows_p, mlir.lower_fun(_evaluate, multiple_results=True))
