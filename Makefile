@@ -75,11 +75,12 @@ demo-engine: setup-python ## train a small model from a checkpoint in stages wit
 	@tools/python.sh examples/engine_demo.py
 
 # Where memory is handled; the command and the parts that only write source code are left to `cmake --build --preset sanitize`. Matrices
-# meet in every combination the code that cpu and properties meet.
-SANITIZED := badinput c_api cache cpu $(if $(filter nightly,$(LEVEL)),matrix) parallel properties session
-# Full has the sanitizers where something of theirs changed within a day; without a history everything has.
+# and properties meet in every combination the code that cpu meets.
+SANITIZED := badinput c_api cache cpu $(if $(filter nightly,$(LEVEL)),matrix properties) parallel session
+# Full has the sanitizers where something of theirs changed of late: within eight hours, which hold a landing and the one before. Without a
+# history everything has.
 OF_SANITIZERS := Makefile CMakePresets.json cache generator runtime templates tests/support $(addprefix tests/,$(SANITIZED))
-of_late = $(shell git log -1 --since='1 day ago' --format=%h -- $(1) 2>/dev/null || echo no history; \
+of_late = $(shell git log -1 --since='8 hours ago' --format=%h -- $(1) 2>/dev/null || echo no history; \
     git status --porcelain -- $(1) 2>/dev/null)
 BEYOND_QUICK := $(if $(filter full,$(LEVEL)),$(if $(call of_late,$(OF_SANITIZERS)),test-sanitize)) \
     $(if $(filter nightly,$(LEVEL)),test-sanitize test-torch-versions)

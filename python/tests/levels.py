@@ -37,9 +37,12 @@ def by_ranks(cases: dict[int, int]) -> pytest.MarkDecorator:
 
 @cache
 def of_late(checkout: Path = ROOT) -> list[str]:
-    """Paths of a checkout that changed within a day, by git's history and what is not committed; none where there is no history."""
+    """Paths of a checkout that changed within eight hours, by git's history and what is not committed; none where there is no history."""
     found: list[str] = []
-    for command in (["log", "--since=1 day ago", "--name-only", "--format="], ["ls-files", "--modified", "--others", "--exclude-standard"]):
+    for command in (
+        ["log", "--since=8 hours ago", "--name-only", "--format="],
+        ["ls-files", "--modified", "--others", "--exclude-standard"],
+    ):
         with contextlib.suppress(OSError):  # no git
             done = subprocess.run(["git", "-C", str(checkout), *command], capture_output=True, text=True, check=False)
             found += done.stdout.split("\n") if done.returncode == 0 else []

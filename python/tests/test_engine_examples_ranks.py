@@ -24,11 +24,13 @@ def run(*command: str, expected: int = 0, timeout: int = 500) -> str:
     return result.stdout + result.stderr
 
 
+@pytest.mark.nightly("python/flce/engine", "examples/engine", "python/tests/engine_examples")
 def test_interfaces_step_as_the_whole_model_with_its_logits() -> None:
     """Fine-tuning, PPO's actor and critic: statistics, gradients, parameters; two stages, and two data-parallel ranks."""
     assert cases_passed("engine_examples_worker.py", "2") == {2: 12}
 
 
+@pytest.mark.nightly("python/flce/engine", "examples/engine", "python/tests/engine_examples")
 def test_fine_tuning_needs_less_memory_for_the_same_losses() -> None:
     output = run(str(EXAMPLES / "engine_sft.py"), "--tiny")
     memory = {name: float(mib) for name, mib in re.findall(r"^ +(materialised logits|flce): +([\d.]+) MiB", output, re.MULTILINE)}

@@ -149,5 +149,6 @@ def test_ten_steps_of_its_trainer(tmp_path: Path) -> None:
     assert found[1] == pytest.approx(found[0], rel=2e-3, abs=2e-4)
 
 
+@pytest.mark.nightly("python/flce/compat/sentence", "python/flce/contrastive", "python/flce/parallel", "python/tests/sentence")
 def test_over_ranks() -> None:
     assert cases_passed("sentence_transformers_worker.py", "2") == {2: 3}

@@ -183,6 +183,7 @@ def test_command_line() -> None:
         fused_loss(MSELoss.Config())
 
 
+@pytest.mark.nightly("python/flce/torchtitan", "python/flce/parallel", "python/tests/test_torchtitan", "python/tests/torchtitan")
 def test_ranks() -> None:
     """FSDP2, tensor parallel and pipelines on two ranks."""
     assert rank_support.cases_passed("torchtitan_worker.py", "2") == {2: 11}

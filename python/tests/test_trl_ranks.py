@@ -6,6 +6,7 @@ import pytest
 from rank_support import cases_passed
 
 
+@pytest.mark.nightly("python/flce/trl", "python/tests/test_trl", "python/tests/trl")
 def test_gradients_of_wrapped_models_are_those_of_trl() -> None:
     pytest.importorskip("trl", minversion="1.15")
     assert cases_passed("trl_worker.py", "2") == {2: 5}

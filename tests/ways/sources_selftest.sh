@@ -12,7 +12,7 @@ for name in lacks has; do
 done
 grep -q 'lacks.cpp does not compile by itself' lacks.log
 [[ $(tail -n 1 lacks.said) == refuses && $(tail -n 1 has.said) == takes ]]
-# In a checkout a source is compiled where it changed within a day, or includes a header that lost an include.
+# In a checkout a source is compiled where it changed within eight hours, or includes a header that lost an include.
 git() { command git -c user.name=flce -c user.email=flce@localhost -c commit.gpgsign=false "$@"; }
 git init -q checkout
 cd checkout

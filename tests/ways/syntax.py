@@ -1,6 +1,6 @@
 """Compiles each source of a build tree by itself, and keeps nothing: syntax.py BUILD_TREE [CHECKOUT]. Commands are those of
 compile_commands.json, without optimising; whether a folder is united, or a header precompiled, is the tree's affair. With a checkout only
-sources are compiled that changed in it within a day, or that include a header which lost an include of its own."""
+sources are compiled that changed in it within eight hours, or that include a header which lost an include of its own."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def git(checkout: Path, *arguments: str) -> str:
 
 def changed(checkout: Path) -> tuple[set[str], set[str]]:
     """Paths of what changed, and names of headers that lost an include, by git's history and what is not committed."""
-    differences = git(checkout, "log", "--since=1 day ago", "-p", "--format=") + git(checkout, "diff", "HEAD")
+    differences = git(checkout, "log", "--since=8 hours ago", "-p", "--format=") + git(checkout, "diff", "HEAD")
     paths, lost = set(git(checkout, "ls-files", "--others", "--exclude-standard").splitlines()), set()
     path = ""
     for line in differences.splitlines():

@@ -23,9 +23,9 @@ declare -A files=([pip]="" [wheel]="" [demos]="" [arm64]="" [cmake]="docs/prewar
     [image]="docs/prewarm.md prewarm cli/prewarm.cpp cmake tests/ways")
 if [[ ${FLCE_TEST_LEVEL:-} == full && ${files[$way]} ]] && git -C "$root" rev-parse -q --verify HEAD >/dev/null 2>&1; then
     read -ra paths <<<"${files[$way]}"
-    if [[ -z $(git -C "$root" log -1 --since='3 days ago' --format=%h -- "${paths[@]}") &&
+    if [[ -z $(git -C "$root" log -1 --since='8 hours ago' --format=%h -- "${paths[@]}") &&
         -z $(git -C "$root" status --porcelain -- "${paths[@]}") ]]; then
-        skip "its files (${paths[*]}) are as they were three days ago; make test-nightly walks it"
+        skip "its files (${paths[*]}) are as they were eight hours ago; make test-nightly walks it"
     fi
 fi
 
