@@ -55,8 +55,9 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m flce.bench", description=_DESCRIPTION, epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--compare", type=_names, default=list(_contenders.NAMES), metavar="NAMES", help=f"of {','.join(_contenders.NAMES)} (default: all)"
+        "--compare", type=_names, metavar="NAMES", help=f"of {','.join(_contenders.NAMES)}; with jax optax,maxtext,levanter (default: all)"
     )
+    parser.add_argument("--framework", choices=_compare.FRAMEWORKS, default="torch", help="jax: flce.jax and its peers under jax.jit")
     layer = parser.add_argument_group("the layer")
     layer.add_argument("--num-tokens", "--tokens", type=_numbers, default=[4096], metavar="N[,N…]", help="one number or several (4096)")
     layer.add_argument("--hidden-size", type=int, metavar="D")

@@ -14,16 +14,18 @@ from flce import errors
 from flce.bench import _contenders, _measure, _report
 from flce.bench._contenders import Contender
 from flce.bench._problem import DTYPES, Problem
-from flce.core import _native
+from flce.core import _native, checks
 
 SCHEMA = 1
+FRAMEWORKS = ("torch", "jax")
 _OF_SPEC = {"D": "hidden_size", "V": "vocab_size", "dtype": "dtype", "bias": "bias", "softcap": "softcap", "logit_scale": "logit_scale"}
 _WITHOUT_MEANING = {"tied", "layout", "grad_weight_mode"}  # here: the weight is [V, D], its gradient a tensor of its own
 
 
 def compare(
     *,
-    compare: str | Sequence[str | Contender] = _contenders.NAMES,
+    compare: str | Sequence[str | Contender] | None = None,
+    framework: str = "torch",
     num_tokens: int | Sequence[int] = 4096,
     hidden_size: int | None = None,
     vocab_size: int | None = None,
@@ -50,7 +52,9 @@ def compare(
 
     Args:
         compare: names out of torch, torch-native, compile, liger, cce, quack, trl (also as one text, separated by commas), or objects of
-            `flce.bench.Contender`. One that is not installed or cannot do this problem is in the result with the reason.
+            `flce.bench.Contender`; with framework "jax" out of optax, maxtext, levanter. One that is not installed or cannot do this
+            problem is in the result with the reason. None: all.
+        framework: "torch", or "jax": the step under jax.jit, timed by the host's clock over repeated steps, memory by XLA's account.
         num_tokens: rows of hidden, one number or several.
         hidden_size, vocab_size, dtype ("bf16", "fp16", "fp32" or torch's), bias, softcap, logit_scale: the layer. Fields that are left
             out come from spec ("D=2048,V=151936,dtype=bf16", as the flce command takes it) or hf_config (a config.json); one of the two may
@@ -61,16 +65,16 @@ def compare(
         frozen: "weight" or "hidden", which then gets no gradient.
         logit_std: standard deviation of the random logits, before scale and cap. Implementations that skip small probabilities
             depend on it.
-        flce: its variants: "default", "all" (all logits retained), "none" (nothing retained).
-        workspace_limits: bytes; a variant of flce for each.
+        flce: its variants: "default", "all" (all logits retained), "none" (nothing retained). All three with jax.
+        workspace_limits: bytes; a variant of flce for each. Not with jax.
         rounds: how many; None: as many as `seconds` allow, from 3 to 100.
         seconds: of rounds, for each number of tokens. The reference, compilers and memory come on top.
         memory: False measures none, which on a CPU spares a process for each contender.
         progress: told of each step, in words.
 
     Returns:
-        {"schema", "context", "shapes"}, ready for JSON: for each number of tokens "problem", "reference", "floor" (the bare GEMMs in the
-        same rounds) and "rows". docs/comparing.md describes them.
+        {"schema", "framework", "context", "shapes"}, ready for JSON: for each number of tokens "problem", "reference", "floor" (the bare
+        GEMMs in the same rounds) and "rows". docs/comparing.md describes them.
 
     Raises:
         ArgumentError (DTypeError, SpecError), UnavailableError: before anything is measured. DeviceError: a contender broke the device.
@@ -91,24 +95,39 @@ def compare(
     if not sizes:
         raise errors.ArgumentError("num_tokens is empty; give at least one number of tokens")
     problems = [dataclasses.replace(first, num_tokens=size).check() for size in sizes]
-    names = [name for name in compare.split(",") if name] if isinstance(compare, str) else compare
-    contenders = [*_contenders.flce_variants(flce, _limits(workspace_limits), first), *_contenders.chosen(names)]
+    contenders, measure = _chosen(framework, compare, flce, _limits(workspace_limits), first)
     for name, value, least in (("rounds", rounds, 1), ("seconds", seconds, 0)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not value >= least):
             raise errors.ArgumentError(f"{name} is {value!r}; it must be a number of {least} or more")
-    result: dict[str, Any] = {"schema": SCHEMA, "context": _report.context(device), "shapes": []}
+    result: dict[str, Any] = {"schema": SCHEMA, "framework": framework, "context": _report.context(device), "shapes": []}
     for problem in problems:
 
         def told(text: str, tokens: int = problem.num_tokens) -> None:
             if progress is not None:
                 progress(f"{tokens} tokens: {text}")
 
-        shape = _measure.measure(problem, contenders, rounds=rounds, seconds=seconds, memory=memory, progress=told)
+        shape = measure(problem, contenders, rounds=rounds, seconds=seconds, memory=memory, progress=told)
         if problem.on_gpu:
             shape["gpu_after"] = _report.gpu_state(device)
             torch.cuda.empty_cache()
         result["shapes"].append(shape)
     return result
+
+
+def _chosen(framework: str, compare: Any, flce: Sequence[str], limits: list[tuple[int, str]], first: Problem) -> tuple[Any, Any]:
+    """Contenders, and the function that measures them."""
+    checks.choice("framework", framework, FRAMEWORKS)
+    names = [name for name in compare.split(",") if name] if isinstance(compare, str) else compare
+    if framework == "jax":
+        if limits:
+            raise errors.ArgumentError("workspace_limits are given with jax; its variants are fixed")
+        try:
+            from flce.bench import _jax
+        except ImportError as error:
+            raise errors.UnavailableError(f"framework is 'jax', which cannot be imported: {error}") from error
+        return _jax.chosen(_jax.NAMES if names is None else names), _jax.measure
+    peers = _contenders.chosen(_contenders.NAMES if names is None else names)
+    return [*_contenders.flce_variants(flce, limits, first), *peers], _measure.measure
 
 
 def is_right(result: dict[str, Any]) -> bool:

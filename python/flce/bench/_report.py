@@ -121,6 +121,7 @@ _HEAD = ["", "version", "ms", "spread", "to floor", "to flce", "MiB", "loss erro
 def table(result: dict[str, Any]) -> str:
     """The table as text, with what was measured above it and reasons below."""
     shapes, about = result["shapes"], result["context"]
+    in_jax = result.get("framework") == "jax"
     several = len(shapes) > 1
     lines, notes = [[*(["tokens"] if several else []), *_HEAD]], []
     for shape in shapes:
@@ -128,7 +129,7 @@ def table(result: dict[str, Any]) -> str:
         first = [str(tokens)] if several else []
         if "ms" in floor:
             gemms = {1: "1 GEMM"}.get(floor["gemms"], f"{floor['gemms']} GEMMs")
-            name = f"floor: {gemms}, {'cuBLAS' if 'gpu' in about else 'torch.mm'}"
+            name = f"floor: {gemms}, {'XLA' if in_jax else 'cuBLAS' if 'gpu' in about else 'torch.mm'}"
             lines.append([*first, name, "", f"{floor['ms']:.2f}", f"{100 * floor['spread']:.0f} %", "1.00", *[""] * 5])
         for row in shape["rows"]:
             lines.append([*first, *_cells(row)])
@@ -146,7 +147,8 @@ def table(result: dict[str, Any]) -> str:
     head = [
         f"{device_of(about)}; torch {about['torch']}, flce {about['flce']}" + (f" ({about['commit']})" if about["commit"] else ""),
         f"{tokens} tokens, {_title(problem)}",
-        f"ms: median of interleaved rounds. MiB: peak beyond inputs and gradients. Errors: relative, to {exact}; (x: of torch's)",
+        "ms: median of interleaved rounds. MiB: peak beyond inputs and gradients. "
+        f"Errors: relative, to {exact}; (x: of {'optax' if in_jax else 'torch'}'s)",
         "",
     ]
     return "\n".join([*head, *(line.rstrip() for line in text), *(["", *dict.fromkeys(notes)] if notes else [])]) + "\n"
