@@ -6,7 +6,7 @@
 # it is linked with. tools/test_release.sh tries the tree before it is packed.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-tests=OFF targets=(--target flce flce_cli)
+tests=OFF targets=(--target flce flce_cli flce_jax)
 machine=$(cc -dumpmachine) && machine=${machine%%-*}
 preset=dist tree=dist/flce
 for argument; do

@@ -446,6 +446,32 @@ def test_labels_out_of_range_are_told() -> None:
     fj.check_labels()  # once
 
 
+def test_strict_mode_and_one_cache_with_torch(tmp_path: Path) -> None:
+    """A kernel that torch's call has compiled is there for JAX's of the same layer; another is a miss that names the command."""
+    environment = os.environ | {"FLCE_CACHE_DIR": str(tmp_path)}
+    of_torch = """
+import torch, flce
+hidden, weight = torch.ones(4, 72, requires_grad=True), torch.ones(91, 72)
+flce.linear_cross_entropy(hidden, weight, torch.zeros(4, dtype=torch.int64), softcap=9.0).backward()
+"""
+    of_jax = """
+import jax, flce.jax, jax.numpy as jnp
+hidden, weight, labels = jnp.ones((4, 72)), jnp.ones((91, 72)), jnp.zeros(4, jnp.int32)
+print(jax.grad(lambda h: flce.jax.linear_cross_entropy(h, weight, labels, softcap=9.0))(hidden).shape)
+try:
+    flce.jax.linear_cross_entropy(hidden, weight, labels, z_loss=1e-3)
+except flce.CacheMissError as error:
+    print(error)
+"""
+    for program, strict in ((of_torch, "0"), (of_jax, "1")):
+        done = subprocess.run(
+            [sys.executable, "-c", program], env=environment | {"FLCE_STRICT": strict}, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr[-2000:]
+    shape, miss = done.stdout.strip().split("\n")
+    assert shape == "(4, 72)" and "flce prewarm --spec 'D=72,V=91,dtype=fp32,z_loss=0.001' --device " in miss
+
+
 def test_a_library_that_was_built_without_xlas_headers(tmp_path: Path) -> None:
     (tmp_path / "libflce.so").symlink_to(Path(os.environ["FLCE_LIBRARY"]).resolve())
     program = """

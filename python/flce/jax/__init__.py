@@ -16,10 +16,11 @@ import jax
 import jax.numpy as jnp
 
 from flce import errors
-from flce.jax import _layer, _mesh, _rows, _targets
+from flce.core import checks
+from flce.jax import _contrastive, _layer, _mesh, _rows, _targets
 from flce.jax._library import check_labels
 
-__all__ = ["check_labels", "linear_cross_entropy", "linear_logprobs", "linear_logprobs_at", "linear_topk_distillation"]
+__all__ = ["check_labels", "info_nce", "linear_cross_entropy", "linear_logprobs", "linear_logprobs_at", "linear_topk_distillation"]
 
 _IGNORED = -100
 _OUTPUTS = ("loss", "lse", "logprobs", "entropy", "top1")
@@ -309,3 +310,59 @@ def linear_logprobs_at(
         return made.outputs(wanted, "none")
 
     return _mesh.run_in_auto_mode(run, arrays, ("tokens",) * len(wanted))
+
+
+def info_nce(
+    queries: Any,
+    documents: Any,
+    *,
+    scale: Any = 1.0,
+    positives: Any = None,
+    negative_log_q: Any = None,
+    symmetric: bool = False,
+    reduction: str = "mean",
+    workspace_limit_bytes: int | None = None,
+) -> Any:
+    """−log softmax(scale · queries · documentsᵀ + negative_log_q) of every query at its positive document, without the [N, M] scores.
+
+    Args:
+        queries: [N, D] float32, bfloat16 or float16. Embeddings are taken as they are: normalise them before, where cosines are wanted.
+        documents: [M, D] of the same dtype. All of them are in each query's softmax. Both get gradients.
+        scale: a number from 2^-100 to 2^100, or an array of one element, which gets a gradient. Where an array is out of this range every
+            query counts as ignored, and `check_labels` reports it.
+        positives: [N] int32 or int64, the row of documents that belongs to each query; -100 for a query that counts for nothing. None: row
+            i for query i.
+        negative_log_q: [M], finite, without a gradient: −log of the probability that a document was drawn with, added to its scores. Kept
+            to 24 bits in 16-bit dtypes.
+        symmetric: the mean of this loss and of that of each positive document among all queries, which takes no negative_log_q.
+        reduction: "none" gives [N], 0 for ignored queries; "sum" and "mean" a scalar, float32. "mean" divides by the queries that count.
+        workspace_limit_bytes: as in `linear_cross_entropy`; with symmetric each of the two losses has this limit.
+
+    Over a mesh under jit queries stay where they are, and documents are gathered for both passes.
+
+    Returns:
+        The loss.
+    """
+    checks.flag("symmetric", symmetric)
+    arrays = _layer.arrays_of(queries=queries, documents=documents, positives=positives, negative_log_q=negative_log_q)
+    rows, classes, added = arrays["queries"], arrays["documents"], arrays.get("negative_log_q")
+    _contrastive.check(rows, classes, scale, arrays.get("positives"), added, reduction)
+    number = jnp.asarray(scale, jnp.float32).reshape(())
+    options = {"reduction": reduction, "workspace_limit_bytes": workspace_limit_bytes, "temperature": 1 / jax.lax.stop_gradient(number)}
+    forth, back = _contrastive.alone(rows, arrays.get("positives"), classes.shape[0])
+
+    def one_way(rows: jax.Array, classes: jax.Array, target: jax.Array) -> jax.Array:
+        if classes.shape[0] == 1:  # nothing to tell the positive from
+            return jnp.zeros(target.shape if reduction == "none" else (), jnp.float32)
+        made: jax.Array = linear_cross_entropy(rows, classes, target, **options)
+        return made
+
+    scaled, wide = _contrastive.watched(rows, number), classes
+    if added is not None:
+        more = jax.lax.stop_gradient(added.astype(jnp.float32) / number)
+        scaled, wide = _contrastive.with_added(scaled, classes, more)
+    loss = one_way(scaled, wide, forth)
+    if not symmetric:
+        return loss
+    own = classes[: rows.shape[0]] if "positives" not in arrays else classes[jnp.clip(forth, 0, classes.shape[0] - 1)]
+    return (loss + one_way(_contrastive.watched(own, number), rows, back)) / 2

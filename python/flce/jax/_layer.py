@@ -60,6 +60,11 @@ def checked(weight_layout: str, *, temperature: Any = None, num_valid_tokens: An
     return arrays
 
 
+def arrays_of(**given: Any) -> dict[str, jax.Array]:
+    """The arrays that were given."""
+    return {name: _array(name, value) for name, value in given.items() if value is not None}
+
+
 def _array(name: str, value: Any) -> jax.Array:
     try:
         return jnp.asarray(value)

@@ -1,0 +1,79 @@
+"""`info_nce`: a contrastive loss as a cross entropy whose classes are documents."""
+
+from __future__ import annotations
+
+import numbers
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from flce import errors
+from flce.core import checks
+from flce.jax import _calls
+
+_REDUCTIONS = ("none", "sum", "mean")
+_IGNORED = -100
+
+
+def check(queries: jax.Array, documents: jax.Array, scale: Any, positives: Any, negative_log_q: Any, reduction: str) -> None:
+    for name, array in (("queries", queries), ("documents", documents)):
+        if array.ndim != 2:
+            raise errors.ShapeError(f"{name} has shape {list(array.shape)}; it must have two dimensions, rows and their size")
+        if array.dtype.name not in _calls.DTYPES:
+            raise errors.DTypeError(f"{name} has dtype {array.dtype}; allowed are {', '.join(_calls.DTYPES)}")
+    if queries.shape[1] != documents.shape[1] or queries.dtype != documents.dtype:
+        raise errors.ShapeError(
+            f"queries has {list(queries.shape)} of {queries.dtype} and documents {list(documents.shape)} of {documents.dtype}; size and "
+            "dtype are one"
+        )
+    if documents.shape[0] == 0:
+        raise errors.ShapeError("documents has no rows; there must be one document or more")
+    if positives is None and documents.shape[0] < queries.shape[0]:
+        raise errors.ShapeError(
+            f"documents has {documents.shape[0]} rows and queries {queries.shape[0]}, and positives is None: document i is query i's; give "
+            "positives where several queries share one"
+        )
+    if positives is not None and (positives.dtype not in (jnp.int32, jnp.int64) or positives.shape != queries.shape[:1]):
+        raise errors.ShapeError(f"positives is {positives.dtype}{list(positives.shape)}; it must be [{queries.shape[0]}], int32 or int64")
+    if negative_log_q is not None and negative_log_q.shape != documents.shape[:1]:
+        raise errors.ShapeError(f"negative_log_q has shape {list(negative_log_q.shape)}; it must be [{documents.shape[0]}]")
+    checks.choice("reduction", reduction, _REDUCTIONS)
+    if isinstance(scale, numbers.Real) and not isinstance(scale, bool):
+        if not checks.LEAST_TEMPERATURE <= float(scale) <= checks.MOST_TEMPERATURE:
+            raise errors.ArgumentError(f"scale is {scale!r}; it must be from 2^-100 to 2^100")
+    elif jnp.shape(scale) != () and jnp.size(scale) != 1:
+        raise errors.ShapeError(f"scale has shape {list(jnp.shape(scale))}; it must be one number")
+
+
+def watched(rows: jax.Array, scale: jax.Array) -> jax.Array:
+    """The rows themselves, with scale's gradient for what is computed of scale · rows: rows times a 1 that depends on the scale."""
+    counts = (scale >= checks.LEAST_TEMPERATURE) & (scale <= checks.MOST_TEMPERATURE)
+    number = jnp.where(counts, scale, 1.0)
+    return (rows.astype(jnp.float32) * (number / jax.lax.stop_gradient(number))).astype(rows.dtype)
+
+
+def with_added(queries: jax.Array, documents: jax.Array, added: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """queries and documents with columns more, whose products are `added` [M]: as many numbers of the dtype as 24 bits take."""
+    dtype = documents.dtype
+    factor = jnp.float32(1)
+    if dtype == jnp.float16:  # has no number above 65504
+        factor = jnp.exp2(jnp.clip(jnp.ceil(jnp.log2(jnp.abs(added).max() / 2**15)), 0, 15))
+    parts, rest = [], added / factor
+    for _ in range(1 if dtype == jnp.float32 else 3):
+        # A reduction of precision that XLA keeps: a conversion there and back it may leave out.
+        parts.append(jax.lax.reduce_precision(rest, *_BITS[dtype.name]))
+        rest = rest - parts[-1]
+    of_queries = jnp.broadcast_to(factor, (queries.shape[0], len(parts))).astype(dtype)
+    return jnp.concatenate([queries, of_queries], 1), jnp.concatenate([documents, jnp.stack(parts, 1).astype(dtype)], 1)
+
+
+_BITS = {"bfloat16": (8, 7), "float16": (5, 10), "float32": (8, 23)}  # of exponent and mantissa
+
+
+def alone(queries: jax.Array, positives: jax.Array | None, documents: int) -> tuple[jax.Array, jax.Array]:
+    """The positive of each query, and the query of each positive document."""
+    rows = jnp.arange(queries.shape[0], dtype=jnp.int32)
+    if positives is None:
+        return rows, rows
+    return positives, jnp.where((positives >= 0) & (positives < documents), rows, _IGNORED)

@@ -1,0 +1,100 @@
+"""flce.jax.info_nce beside scores in torch's fp64, alone and over a mesh."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jax_cases as cases
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import flce.jax as fj
+from flce import errors
+
+QUERIES, DOCUMENTS, DEPTH = 24, 40, 32
+
+
+def embeddings(dtype: Any = jnp.float32) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    draw = np.random.default_rng(0)
+    made = [draw.normal(size=(count, DEPTH)) / DEPTH**0.5 for count in (QUERIES, DOCUMENTS)]
+    positives = draw.integers(0, DOCUMENTS, QUERIES)
+    positives[::5] = -100
+    log_q = draw.uniform(-12, -1, DOCUMENTS)
+    return jnp.asarray(made[0], dtype), jnp.asarray(made[1], dtype), jnp.asarray(positives, jnp.int32), jnp.asarray(-log_q, jnp.float32)
+
+
+def expected(queries: Any, documents: Any, scale: Any, positives: Any, added: Any, symmetric: bool) -> torch.Tensor:
+    """By whole scores, fp64."""
+    forth = torch.arange(QUERIES) if positives is None else positives
+    scores = scale * queries @ documents.T
+    loss = F.cross_entropy(scores if added is None else scores + added, forth)
+    if not symmetric:
+        return loss
+    own = documents[:QUERIES] if positives is None else documents[positives.clamp(min=0)]
+    back = torch.arange(QUERIES) if positives is None else torch.where(positives >= 0, torch.arange(QUERIES), -100)
+    return (loss + F.cross_entropy(scale * own @ queries.T, back)) / 2
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("corrected", [False, True])
+@pytest.mark.parametrize("dtype", cases.BOUNDS)
+def test_values_and_gradients(dtype: str, corrected: bool, named: bool, symmetric: bool) -> None:
+    queries, documents, positives, added = embeddings(jnp.dtype(dtype))
+    options = {"positives": positives if named else None, "negative_log_q": added if corrected else None, "symmetric": symmetric}
+    loss = lambda q, d, s: fj.info_nce(q, d, scale=s, **options)  # noqa: E731
+    made, gradients = jax.jit(jax.value_and_grad(loss, (0, 1, 2)))(queries, documents, jnp.float32(14.0))
+    inputs = [cases.as_torch(each, torch.float64).requires_grad_() for each in (queries, documents)]
+    scale = torch.tensor(14.0, dtype=torch.float64, requires_grad=True)
+    places = cases.as_torch(positives).long() if named else None
+    right = expected(*inputs, scale, places, cases.as_torch(added, torch.float64) if corrected else None, symmetric)
+    right.backward()
+    cases.near(made, right, 0.2 * cases.BOUNDS[dtype])
+    for found, each in zip(gradients, (*inputs, scale), strict=True):
+        assert each.grad is not None
+        cases.near(found, each.grad, cases.BOUNDS[dtype])
+
+
+def test_over_a_mesh() -> None:
+    queries, documents, positives, added = embeddings()
+    mesh = Mesh(np.array(jax.devices("cpu")), ("data",))
+    loss = lambda q, d: fj.info_nce(q, d, scale=14.0, positives=positives, negative_log_q=added, symmetric=True)  # noqa: E731
+    right = jax.value_and_grad(loss, (0, 1))(queries, documents)
+    rows = [jax.device_put(each, NamedSharding(mesh, P("data"))) for each in (queries, documents)]
+    found = jax.jit(jax.value_and_grad(loss, (0, 1)))(*rows)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(right), strict=True):
+        assert np.allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_one_document_and_a_scale_out_of_range() -> None:
+    queries, documents, *_ = embeddings()
+    gradients = jax.grad(lambda q, d: fj.info_nce(q, d, positives=jnp.zeros(QUERIES, jnp.int32)), (0, 1))(queries, documents[:1])
+    assert all((each == 0).all() for each in gradients)
+    fj.check_labels()
+    loss, slope = jax.value_and_grad(lambda s: fj.info_nce(queries, documents, scale=s))(jnp.float32(0))
+    assert loss == 0 and slope == 0
+    with pytest.raises(errors.LabelError):
+        fj.check_labels()
+
+
+def test_refusals() -> None:
+    queries, documents, positives, added = embeddings()
+    for kind, text, call in (
+        (errors.ShapeError, "queries has shape", lambda: fj.info_nce(queries[0], documents)),
+        (errors.ShapeError, "size and dtype", lambda: fj.info_nce(queries[:, 1:], documents)),
+        (errors.ShapeError, "positives is None", lambda: fj.info_nce(documents, queries)),
+        (errors.ShapeError, "positives is int32", lambda: fj.info_nce(queries, documents, positives=positives[1:])),
+        (errors.ShapeError, "negative_log_q has shape", lambda: fj.info_nce(queries, documents, negative_log_q=added[1:])),
+        (errors.ShapeError, "scale has shape", lambda: fj.info_nce(queries, documents, scale=jnp.ones(2))),
+        (errors.ArgumentError, "scale is 0", lambda: fj.info_nce(queries, documents, scale=0.0)),
+        (errors.ArgumentError, "reduction is 'weighted_mean'", lambda: fj.info_nce(queries, documents, reduction="weighted_mean")),
+        (errors.DTypeError, "symmetric is 1", lambda: fj.info_nce(queries, documents, symmetric=1)),
+    ):
+        with pytest.raises(kind, match=text):
+            call()
