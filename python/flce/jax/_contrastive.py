@@ -68,7 +68,7 @@ def with_added(queries: jax.Array, documents: jax.Array, added: jax.Array) -> tu
     return jnp.concatenate([queries, of_queries], 1), jnp.concatenate([documents, jnp.stack(parts, 1).astype(dtype)], 1)
 
 
-_BITS = {"bfloat16": (8, 7), "float16": (5, 10), "float32": (8, 23)}  # of exponent and mantissa
+_BITS = {"bfloat16": (8, 7), "float16": (5, 10), "float32": (8, 23)}  # bits of exponent and mantissa
 
 
 def alone(queries: jax.Array, positives: jax.Array | None, documents: int) -> tuple[jax.Array, jax.Array]:
