@@ -182,6 +182,9 @@ def test_the_most_likely_class() -> None:
     logits = case.hidden @ case.weight.T
     assert top1.dtype == jnp.int32
     assert jnp.array_equal(top1, jnp.where(case.labels == cases.IGNORED, -1, logits.argmax(-1)))
+    both = lambda hidden: fj.linear_cross_entropy(hidden, case.weight, case.labels, return_top1=True)  # noqa: E731
+    (_, again), gradient = jax.value_and_grad(both, has_aux=True)(case.hidden)
+    assert jnp.array_equal(again, top1) and jnp.array_equal(gradient, jax.grad(plain(case))(case.hidden, case.weight))
 
 
 # ── A teacher's classes ─────────────────────────────

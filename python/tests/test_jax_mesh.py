@@ -65,6 +65,22 @@ def test_rows_stay_where_they_are(rows: tuple[Any, ...], weight: tuple[Any, ...]
         assert tuple(made[1][0].sharding.spec)[:2] == tuple(P(*rows))[: len(tuple(made[1][0].sharding.spec))]
 
 
+@pytest.mark.parametrize("count", [7, 6, 5, 3])
+def test_rows_that_the_axis_does_not_divide(count: int) -> None:
+    """XLA would fill up the last parts with rows of any content, labels included."""
+    case = cases.case((8, 13), classes=320)
+    mesh = make_mesh()
+
+    def of_some(hidden: Any, weight: Any, labels: Any) -> Any:
+        return loss(hidden[:count, :-1], weight, labels[:count, 1:])
+
+    right = jax.value_and_grad(of_some, (0, 1))(case.hidden, case.weight, case.labels)
+    rows = placed(mesh, case.hidden, ("data", "model")), case.weight, placed(mesh, case.labels, ("data", "model"))
+    fj.check_labels()
+    close(jax.jit(jax.value_and_grad(of_some, (0, 1)))(*rows), right)
+    fj.check_labels()
+
+
 def test_hidden_major_weights_and_options_over_a_mesh() -> None:
     case = cases.case((8, 12), classes=320)
     mesh = make_mesh()

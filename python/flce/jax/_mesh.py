@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
@@ -80,11 +81,16 @@ def _shardings(mesh: Any, names: tuple[str, ...], shapes: Any, of_rows: Any) -> 
     return tuple(made)
 
 
-def _rows_of(operands: Any) -> tuple[Any, ...]:
-    """Mesh axes over which hidden's rows lie."""
-    spec = tuple(operands[0].sharding.spec)
-    rows = len(operands[0].shape) - 1
-    return (*spec, *(None for _ in range(rows)))[:rows]
+def _rows_of(mesh: Any, operands: Any) -> tuple[Any, ...]:
+    """Mesh axes over which hidden's rows lie. A dimension that its axes do not divide is whole on each of them: XLA would fill up the last
+    parts with rows of any content."""
+    shape = operands[0].shape[:-1]
+    spec = (*operands[0].sharding.spec, *(None for _ in shape))
+    return tuple(axes if size % _count(mesh, axes) == 0 else None for size, axes in zip(shape, spec, strict=False))
+
+
+def _count(mesh: Any, axes: Any) -> int:
+    return math.prod(mesh.shape[axis] for axis in _axes((axes,)))
 
 
 def _axes(of_rows: tuple[Any, ...]) -> tuple[str, ...]:
@@ -92,7 +98,7 @@ def _axes(of_rows: tuple[Any, ...]) -> tuple[str, ...]:
 
 
 def _partition_forward(layer: Layer, row_bytes: int, mesh: Any, operands: Any, results: Any) -> Any:
-    of_rows = _rows_of(operands)
+    of_rows = _rows_of(mesh, operands)
     names = _forward_names(layer, row_bytes)
     return (
         mesh,
@@ -103,7 +109,7 @@ def _partition_forward(layer: Layer, row_bytes: int, mesh: Any, operands: Any, r
 
 
 def _partition_backward(layer: Layer, names: tuple[str, ...], wanted: tuple[str, ...], mesh: Any, operands: Any, results: Any) -> Any:
-    of_rows = _rows_of(operands)
+    of_rows = _rows_of(mesh, operands)
     axes = _axes(of_rows)
 
     def of_shard(*arrays: jax.Array) -> tuple[jax.Array, ...]:
@@ -115,11 +121,11 @@ def _partition_backward(layer: Layer, names: tuple[str, ...], wanted: tuple[str,
 
 
 def _infer_forward(layer: Layer, row_bytes: int, mesh: Any, operands: Any, results: Any) -> Any:
-    return _shardings(mesh, _forward_names(layer, row_bytes), results, _rows_of(operands))
+    return _shardings(mesh, _forward_names(layer, row_bytes), results, _rows_of(mesh, operands))
 
 
 def _infer_backward(layer: Layer, names: tuple[str, ...], wanted: tuple[str, ...], mesh: Any, operands: Any, results: Any) -> Any:
-    return _shardings(mesh, tuple(_calls.GRADIENTS[name] for name in wanted), results, _rows_of(operands))
+    return _shardings(mesh, tuple(_calls.GRADIENTS[name] for name in wanted), results, _rows_of(mesh, operands))
 
 
 def _rule_forward(layer: Layer, row_bytes: int, mesh: Any, operands: Any, results: Any) -> SdyShardingRule:

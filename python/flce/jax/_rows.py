@@ -179,7 +179,7 @@ def _derivative(primals: Any, tangents: Any, *, layer: Layer, call: Any) -> tupl
 
     outputs, slopes = jax.jvp(of, [primals[i] for i in at], [tangents[i] for i in at])
     return outputs, [
-        slope if jnp.issubdtype(output.dtype, jnp.floating) else ad.Zero.from_primal_value(output)
+        slope if jnp.issubdtype(output.dtype, jnp.floating) else ad.Zero(jax.core.ShapedArray(output.shape, jax.dtypes.float0))
         for output, slope in zip(outputs, slopes, strict=True)
     ]
 
