@@ -104,9 +104,16 @@ __all__ = [
 # are for.
 _SUBMODULES = ("bench", "compat", "engine", "huggingface", "jax", "megatron", "torchtitan", "trl")
 _OF_PATCH = ("patch", "unpatch")
+_OF_TORCH = {*__all__, *_SUBMODULES, *_OF_PATCH} - {*globals(), "jax"}
+
+
+if not _has_torch:
+    __all__ = [name for name in __all__ if name in globals()]
 
 
 def __getattr__(name: str) -> Any:
+    if not _has_torch and name in _OF_TORCH:
+        raise AttributeError(f"flce.{name} needs torch, which is not installed; the functions for JAX are in flce.jax")
     if name in _SUBMODULES:
         try:
             return importlib.import_module(f"flce.{name}")
@@ -114,10 +121,9 @@ def __getattr__(name: str) -> Any:
             raise AttributeError(f"flce.{name} cannot be imported: {error}; is what it is for installed?") from error
     if name in _OF_PATCH:
         return getattr(importlib.import_module("flce.adapters._patch"), name)
-    if name in __all__ and not _has_torch:
-        raise AttributeError(f"flce.{name} needs torch, which is not installed; the functions for JAX are in flce.jax")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_SUBMODULES, *_OF_PATCH})
+    later = {*_SUBMODULES, *_OF_PATCH}
+    return sorted({*globals(), *(later if _has_torch else later - _OF_TORCH)})

@@ -504,6 +504,11 @@ def test_without_torch_and_without_jax() -> None:
             assert "needs torch" in str(error) and "flce.jax" in str(error), error
         else:
             sys.exit("no error")
+        import pydoc
+        assert "ArgumentError" in pydoc.render_doc(flce) and "engine" not in dir(flce) and not hasattr(flce, "engine")
+        names = {}
+        exec("from flce import *", names)
+        assert "ArgumentError" in names
     """
     of_torch = """
         import sys
