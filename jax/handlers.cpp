@@ -90,25 +90,21 @@ flce_tensor tensor_of(const ffi::AnyBuffer& buffer, std::string_view extent, con
     std::int64_t all = 1;
     for (const std::int64_t dim : dims) all *= dim;
     if (buffer.element_type() == ffi::DataType::U32) all /= 2;
-    const bool matrix = extent == "hidden" || extent == "weight" || extent == "teacher" || extent.ends_with("partial_sums");
-    if (extent == "scalar") {
-        tensor.ndim = 0;
-    } else if (!matrix || dims.size() < 2) {
+    // Partial sums have tokens behind the fields, everything else before the last dimension.
+    const bool tokens_last = extent.ends_with("partial_sums");
+    if (extent == "hidden" || extent == "weight" || extent == "teacher" || tokens_last) {
+        const std::int64_t kept = dims.size() == 0 ? 1 : tokens_last ? dims[0] : dims[dims.size() - 1];
+        std::int64_t tokens = 1;
+        for (std::size_t i = tokens_last ? 1 : 0; i + (tokens_last ? 0 : 1) < dims.size(); ++i) tokens *= dims[i];
+        tensor.ndim = 2;
+        tensor.shape[0] = tokens_last ? kept : tokens;
+        tensor.shape[1] = tokens_last ? tokens : kept;
+        tensor.strides[0] = tensor.shape[1];
+        tensor.strides[1] = 1;
+    } else if (extent != "scalar") {
         tensor.ndim = 1;
         tensor.shape[0] = all;
         tensor.strides[0] = 1;
-    } else {
-        // Partial sums have tokens behind the fields, everything else before the last dimension.
-        const bool tokens_last = extent.ends_with("partial_sums");
-        std::int64_t columns = tokens_last ? 1 : dims[dims.size() - 1];
-        for (std::size_t i = 1; tokens_last && i < dims.size(); ++i) columns *= dims[i];
-        tensor.ndim = 2;
-        std::int64_t rows = tokens_last ? dims[0] : 1;
-        for (std::size_t i = 0; !tokens_last && i + 1 < dims.size(); ++i) rows *= dims[i];
-        tensor.shape[0] = rows;
-        tensor.shape[1] = columns;
-        tensor.strides[0] = columns;
-        tensor.strides[1] = 1;
     }
     return tensor;
 }

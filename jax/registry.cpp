@@ -1,5 +1,6 @@
 #include "jax/registry.hpp"
 
+#include <algorithm>
 #include <array>
 #include <limits>
 #include <map>
@@ -106,11 +107,11 @@ flce_status find(const Request& request, const Entry*& entry) {
 }
 
 void* label_word(const Entry& entry) {
-    if (entry.number >= kLabelWords) return nullptr;
     Registry& all = registry();
     const std::shared_lock lock(all.mutex);
     const auto device = all.devices.find(entry.device_type == FLCE_CUDA ? entry.device_index : -1);
-    return device == all.devices.end() || device->second.words == nullptr ? nullptr : device->second.words + entry.number;
+    return device == all.devices.end() || device->second.words == nullptr ? nullptr
+                                                                          : device->second.words + std::min(entry.number, kLabelWords - 1);
 }
 
 }  // namespace flce::xla_calls

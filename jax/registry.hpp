@@ -27,7 +27,7 @@ struct Request {
 /// Finds or makes the kernel. FLCE_OK, or the status of the call that failed, with flce_last_error.
 flce_status find(const Request& request, const Entry*& entry);
 
-/// Words per device that kernels report a label in; kernels beyond have none.
+/// Words per device that kernels report a label in, the last for all kernels that come later.
 constexpr std::size_t kLabelWords = 1024;
 
 /// The word of an entry, in memory of its device; null where there is none.

@@ -416,6 +416,22 @@ def test_arguments_are_refused_by_name() -> None:
         (errors.ArgumentError, "temperature is 0.0", lambda: loss(hidden, weight, labels, temperature=0.0)),
         (errors.ArgumentError, "workspace_limit_bytes is -1", lambda: loss(hidden, weight, labels, workspace_limit_bytes=-1)),
         (errors.ArgumentError, "axis_name is 'x'", lambda: loss(hidden, weight, labels, axis_name="x")),
+        (errors.ArgumentError, "ignore_index is 2147483648", lambda: loss(hidden, weight, labels, ignore_index=2**31)),
+        (errors.ArgumentError, "ignore_index is None", lambda: loss(hidden, weight, labels, ignore_index=None, shift=1)),
+        (errors.ArgumentError, "beyond int32", lambda: loss(hidden, weight, np.full(37, 2**32 + 3))),
+        (errors.DTypeError, "labels is None", lambda: loss(hidden, weight, None)),
+        (errors.DTypeError, "hidden is None", lambda: loss(None, weight, labels)),
+        (errors.DTypeError, "labels is a list", lambda: loss(hidden, weight, [[1, 2], [3]])),
+        (errors.DTypeError, "return_lse is 'no'", lambda: loss(hidden, weight, labels, return_lse="no")),
+        (errors.DTypeError, "token_weight has dtype complex64", lambda: loss(hidden, weight, labels, token_weight=1j * case.token_weight)),
+        (errors.ArgumentError, "temperature is 1000", lambda: loss(hidden, weight, labels, temperature=10**400)),
+        (errors.ArgumentError, "num_valid_tokens is -3", lambda: loss(hidden, weight, labels, num_valid_tokens=-3)),
+        (errors.ArgumentError, "num_valid_tokens is nan", lambda: loss(hidden, weight, labels, num_valid_tokens=float("nan"))),
+        (
+            errors.ArgumentError,
+            "there is none here",
+            lambda: jax.vmap(lambda h: loss(h, weight, labels, axis_name="x"), axis_name="x")(hidden[None]),
+        ),
         (errors.SpecError, "label_smoothing", lambda: loss(hidden, weight, labels, label_smoothing=2.0)),
         (errors.PlanError, "too small", lambda: loss(hidden, weight, labels, workspace_limit_bytes=100)),
         (errors.ShapeError, "ids has shape", lambda: fj.linear_logprobs_at(hidden, weight, labels)),
@@ -447,6 +463,45 @@ def test_labels_out_of_range_are_told() -> None:
         fj.check_labels()
     assert caught.value.row == 5
     fj.check_labels()  # once
+    # Kernels' faults are told one a check.
+    for options in ({"softcap": 3.0}, {"softcap": 3.0, "z_loss": 1e-3}):
+        fj.linear_cross_entropy(case.hidden, case.weight, wrong, **options)
+    for _ in range(2):
+        with pytest.raises(errors.LabelError):
+            fj.check_labels()
+    fj.check_labels()
+
+
+def test_one_token_and_none() -> None:
+    case = cases.case((2, 5))
+    one = lambda hidden: fj.linear_cross_entropy(hidden, case.weight, case.labels[1, 1], return_lse=True)[0]  # noqa: E731
+    right = lambda hidden: fj.linear_cross_entropy(hidden, case.weight, case.labels[1:, 1])  # noqa: E731
+    assert one(case.hidden[1, 1]) == right(case.hidden[1:, 1])
+    assert jnp.array_equal(jax.grad(one)(case.hidden[1, 1]), jax.grad(right)(case.hidden[1:, 1])[0])
+    for shift in (0, 1):
+        none = lambda weight: fj.linear_cross_entropy(case.hidden[:, :0], weight, case.labels[:, :0], shift=shift)  # noqa: B023, E731
+        loss, gradient = jax.value_and_grad(none)(case.weight)
+        assert loss == 0 and not gradient.any()
+
+
+@pytest.mark.nightly
+def test_more_kernels_than_words() -> None:
+    """Faults of kernels beyond the thousandth share a word. In a process of its own, whose kernels they are."""
+    program = """
+import flce, flce.jax, jax.numpy as jnp
+from flce.jax import _library
+for tokens in range(1, 1100):
+    _library.kernel(_library.CPU, "D=16,V=40,dtype=fp32", 1 << 28, tokens)
+flce.jax.linear_cross_entropy(jnp.ones((9, 16)), jnp.ones((40, 16)), jnp.full(9, 40), workspace_limit_bytes=1 << 29)
+try:
+    flce.jax.check_labels()
+except flce.LabelError as error:
+    assert "target[0]" in str(error), error
+else:
+    raise SystemExit("no error")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_strict_mode_and_one_cache_with_torch(tmp_path: Path) -> None:

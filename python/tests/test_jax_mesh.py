@@ -81,6 +81,33 @@ def test_rows_that_the_axis_does_not_divide(count: int) -> None:
     fj.check_labels()
 
 
+@pytest.mark.parametrize("labels", [("data",), (("data", "model"),), ("data", "model"), ()], ids=str)
+@pytest.mark.parametrize("rows", [("data",), (), (None, "model"), (None, None, "model")], ids=str)
+def test_what_is_retained_is_read_where_its_rows_are(rows: tuple[Any, ...], labels: tuple[Any, ...]) -> None:
+    """A checkpoint's policy lets XLA lay backward's arrays otherwise than forward's. The layer is large enough to retain."""
+    case = cases.case((8, 16), depth=256, classes=2000)
+    mesh = make_mesh()
+    policy = jax.checkpoint_policies.save_only_these_names("flce_lse", "flce_retained")
+
+    def weighted(hidden: Any, weight: Any, labels: Any) -> Any:
+        return (fj.linear_cross_entropy(hidden, weight, labels, reduction="none") * case.token_weight).sum()
+
+    right = jax.value_and_grad(weighted, (0, 1))(case.hidden, case.weight, case.labels)
+    given = placed(mesh, case.hidden, *rows), case.weight, placed(mesh, case.labels, *labels)
+    close(jax.jit(jax.value_and_grad(jax.checkpoint(weighted, policy=policy), (0, 1)))(*given), right)
+
+
+def test_residuals_that_were_moved_make_gradients_nan() -> None:
+    case = cases.case((8, 16), depth=256, classes=2000)
+    rows = NamedSharding(Mesh(np.array(jax.devices("cpu")), ("data",)), P("data"))
+    total = functools.partial(fj.linear_cross_entropy, reduction="sum")
+    _, pull = jax.jit(lambda h, w: jax.vjp(lambda h, w: total(h, w, case.labels), h, w))(jax.device_put(case.hidden, rows), case.weight)
+    right = jax.grad(total, (0, 1))(case.hidden, case.weight, case.labels)
+    close(jax.jit(lambda pull: pull(jnp.float32(1)))(pull), right)
+    moved = jax.device_put(pull, jax.devices("cpu")[0])
+    assert all(jnp.isnan(each).any() for each in jax.jit(lambda pull: pull(jnp.float32(1)))(moved))
+
+
 def test_hidden_major_weights_and_options_over_a_mesh() -> None:
     case = cases.case((8, 12), classes=320)
     mesh = make_mesh()
@@ -156,6 +183,58 @@ def test_the_vocabulary_over_an_axis(options: dict[str, Any], sequence_parallel:
         return jax.jit(jax.value_and_grad(functools.partial(total, function), (0, 1, 2), has_aux=True))(case.hidden, case.weight, bias)
 
     close(both(over_axis), both(outputs))
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("use", ["mean", "own part"])
+@pytest.mark.parametrize("function", ["cross entropy", "logprobs at"])
+def test_labels_that_are_gathered_too(function: str, use: str, check_vma: bool) -> None:
+    """Results then vary over the axis as shard_map knows it, and each device has a share of their gradients."""
+    case = cases.case((8, 12), classes=320)
+    shapes = {"mesh": make_mesh(), "in_specs": (P("data", "model"), P("model"), P("data", "model"))}
+
+    def of_rows(hidden: Any, weight: Any, labels: Any, axis_name: str | None = None) -> Any:
+        if function == "cross entropy":
+            return fj.linear_cross_entropy(hidden, weight, labels, reduction="none", z_loss=1e-3, axis_name=axis_name)
+        ids = jnp.stack([labels, jnp.zeros_like(labels)], -1)
+        return fj.linear_logprobs_at(hidden, weight, jnp.maximum(ids, -1), axis_name=axis_name).sum(-1)
+
+    def over_axis(hidden: Any, weight: Any, labels: Any) -> Any:
+        whole = [jax.lax.all_gather(each, "model", axis=1, tiled=True) for each in (hidden, labels)]
+        made = of_rows(whole[0], weight, whole[1], axis_name="model")
+        if use == "mean":
+            return jax.lax.pmean(jax.lax.psum(made.sum(), "model"), "data") / 2 * 4
+        return jax.lax.dynamic_slice_in_dim(made, jax.lax.axis_index("model") * 6, 6, 1)
+
+    spec = P() if use == "mean" else P("data", "model")
+
+    def total(hidden: Any, weight: Any) -> Any:
+        if use == "mean":
+            return jax.shard_map(lambda *g: jax.lax.psum(over_axis(*g) / 4, "data"), out_specs=spec, check_vma=check_vma, **shapes)(
+                hidden, weight, case.labels
+            )
+        return jax.shard_map(over_axis, out_specs=spec, check_vma=check_vma, **shapes)(hidden, weight, case.labels).sum()
+
+    right = jax.value_and_grad(lambda h, w: of_rows(h, w, case.labels).sum(), (0, 1))(case.hidden, case.weight)
+    close(jax.jit(jax.value_and_grad(total, (0, 1)))(case.hidden, case.weight), right)
+
+
+def test_an_ignore_index_among_the_classes() -> None:
+    """Labels are turned for each part, and a turned one must not be taken for it; nor a teacher's class."""
+    case = cases.case((8, 12), classes=320)
+    labels = jnp.where(case.labels == cases.IGNORED, 0, case.labels).at[0, :6].set(160)  # the second part's first
+    ids = case.teacher_ids.at[..., 0].set(0)
+
+    def distilled(hidden: Any, weight: Any, axis_name: str | None = None) -> Any:
+        options = {"labels": labels, "ignore_index": 0, "hard_weight": 0.3, "reduction": "none", "axis_name": axis_name}
+        return fj.linear_topk_distillation(hidden, weight, ids, case.teacher_probs, **options)
+
+    over_axis = jax.shard_map(functools.partial(distilled, axis_name="model"), mesh=make_mesh(), in_specs=(P(), P("model")), out_specs=P())
+    found, right = (
+        jax.value_and_grad(lambda h, w: function(h, w).sum(), (0, 1))(case.hidden, case.weight)  # noqa: B023
+        for function in (over_axis, distilled)
+    )
+    close(found, right)
 
 
 def test_the_vocabulary_over_an_axis_with_a_teacher() -> None:

@@ -10,6 +10,7 @@ GPU.
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import jax
@@ -17,7 +18,7 @@ import jax.numpy as jnp
 
 from flce import errors
 from flce.core import checks
-from flce.jax import _contrastive, _layer, _mesh, _rows, _targets
+from flce.jax import _contrastive, _layer, _library, _mesh, _rows, _targets
 from flce.jax._library import check_labels
 
 __all__ = ["check_labels", "info_nce", "linear_cross_entropy", "linear_logprobs", "linear_logprobs_at", "linear_topk_distillation"]
@@ -26,7 +27,13 @@ _IGNORED = -100
 _OUTPUTS = ("loss", "lse", "logprobs", "entropy", "top1")
 
 
+with contextlib.suppress(errors.UnavailableError):  # the first call tells it
+    _library.library()  # handlers for executables that another process has compiled
+
+
 def _outputs(**flags: bool) -> tuple[str, ...]:
+    for name, flag in flags.items():
+        checks.flag(f"return_{name}", flag)
     return tuple(name for name in _OUTPUTS if flags.get(name))
 
 
@@ -173,8 +180,8 @@ def _cross_entropy(
     if "top1" in outputs and options["axis_name"] is not None:
         raise errors.ArgumentError("return_top1 is given with axis_name; a part of the vocabulary does not know its place in the whole")
     arrays = _layer.checked(
-        weight_layout, hidden=hidden, weight=weight, labels=labels, bias=bias, temperature=temperature, token_weight=token_weight,
-        num_valid_tokens=num_valid_tokens,
+        weight_layout, ignore_index, hidden=hidden, weight=weight, labels=labels, bias=bias, temperature=temperature,
+        token_weight=token_weight, num_valid_tokens=num_valid_tokens,
     )  # fmt: skip
 
     def run(arrays: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
@@ -235,8 +242,9 @@ def linear_topk_distillation(
     outputs = _outputs(loss=True, lse=return_lse, entropy=return_entropy)
     wanted = (*outputs, *(("teacher_logprobs",) if return_teacher_logprobs else ()))
     arrays = _layer.checked(
-        weight_layout, hidden=hidden, weight=weight, labels=labels, bias=bias, temperature=temperature, token_weight=token_weight,
+        weight_layout, ignore_index, hidden=hidden, weight=weight, bias=bias, temperature=temperature, token_weight=token_weight,
         num_valid_tokens=num_valid_tokens, teacher_ids=teacher_ids, teacher_probs=teacher_probs,
+        **({} if labels is None else {"labels": labels}),
     )  # fmt: skip
 
     def run(arrays: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
@@ -291,7 +299,7 @@ def linear_logprobs_at(
     """
     outputs = _outputs(loss=True, lse=return_lse, entropy=return_entropy)
     wanted = ("teacher_logprobs", *outputs[1:])
-    arrays = _layer.checked(weight_layout, hidden=hidden, weight=weight, bias=bias, temperature=temperature, ids=ids)
+    arrays = _layer.checked(weight_layout, _IGNORED, hidden=hidden, weight=weight, bias=bias, temperature=temperature, ids=ids)
 
     def run(arrays: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
         ids = arrays.pop("ids")

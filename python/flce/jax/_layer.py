@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from flce import errors
 from flce.call._spec_text import spec_text, workspace_limit
@@ -16,48 +18,86 @@ from flce.jax._calls import Layer
 LAYOUTS = ("vocab_major", "hidden_major")
 _DEPTH_STEP = 8
 _INT = 1 << 31
-_INTEGERS = ("labels", "teacher_ids", "ids")
+_OPTIONAL = ("bias", "token_weight")
+_INTEGERS = ("labels", "teacher_ids", "ids", "positives")
+_NUMBERS = ("bias", "token_weight")
 _OF_TOKENS = ("labels", "temperature", "token_weight")
 _OF_TEACHERS = ("teacher_ids", "teacher_probs", "ids")
 
 
-def checked(weight_layout: str, *, temperature: Any = None, num_valid_tokens: Any = None, **given: Any) -> dict[str, jax.Array]:
+def checked(
+    weight_layout: str, ignore_index: int, *, temperature: Any = None, num_valid_tokens: Any = None, **given: Any
+) -> dict[str, jax.Array]:
     """The arrays that were given, checked; a temperature that is a number as one for each token, left out where it changes nothing."""
+    check_ignore_index(ignore_index)
     arrays: dict[str, jax.Array] = {}
     for name, value in given.items():
-        if value is not None or name in ("hidden", "weight", "teacher_ids", "teacher_probs", "ids"):
+        if value is not None or name not in _OPTIONAL:
             arrays[name] = _array(name, value)
     hidden = arrays["hidden"]
     _check_layer(hidden, arrays["weight"], arrays.get("bias"), weight_layout)
-    tokens = hidden.shape[:-1]
-    if isinstance(temperature, (int, float)):
-        checks.temperature(float(temperature))
-        if temperature != 1:
-            arrays["temperature"] = jnp.full(tokens, temperature, jnp.float32)
-    elif temperature is not None:
-        made = _array("temperature", temperature).astype(jnp.float32)
-        arrays["temperature"] = jnp.broadcast_to(made, tokens) if made.ndim == 0 else made
-    if num_valid_tokens is not None:
-        arrays["num_valid_tokens"] = count = _array("num_valid_tokens", num_valid_tokens)
-        if count.size != 1:
-            raise errors.ShapeError(f"num_valid_tokens has shape {list(count.shape)}; it must have one element")
+    arrays |= _temperature(temperature, hidden.shape[:-1]) | _count(num_valid_tokens)
+    _check_tokens(arrays, hidden.shape[:-1])
+    if "teacher_probs" in arrays:
+        arrays["teacher_probs"] = _probs(arrays["teacher_probs"], arrays["teacher_ids"])
+    return arrays
+
+
+def check_ignore_index(given: Any) -> None:
+    checks.integer("ignore_index", given, -_INT)
+    if given >= _INT:
+        raise errors.ArgumentError(f"ignore_index is {given}; it must fit int32")
+
+
+def _temperature(given: Any, tokens: tuple[int, ...]) -> dict[str, jax.Array]:
+    if isinstance(given, (int, float)):
+        if not checks.LEAST_TEMPERATURE <= given <= checks.MOST_TEMPERATURE:
+            raise errors.ArgumentError(f"temperature is {given}; it must be between 2^-100 and 2^100")
+        return {} if given == 1 else {"temperature": jnp.full(tokens, float(given), jnp.float32)}
+    if given is None:
+        return {}
+    made = _real("temperature", given).astype(jnp.float32)
+    return {"temperature": jnp.broadcast_to(made, tokens) if made.ndim == 0 else made}
+
+
+def _count(given: Any) -> dict[str, jax.Array]:
+    if given is None:
+        return {}
+    if isinstance(given, (int, float)):
+        if not 0 <= given < math.inf:
+            raise errors.ArgumentError(f"num_valid_tokens is {given}; it must be a finite number of 0 or more")
+        return {"num_valid_tokens": jnp.asarray(float(given), jnp.float32)}
+    made = _real("num_valid_tokens", given)
+    if made.size != 1:
+        raise errors.ShapeError(f"num_valid_tokens has shape {list(made.shape)}; it must have one element")
+    return {"num_valid_tokens": made}
+
+
+def _check_tokens(arrays: dict[str, jax.Array], tokens: tuple[int, ...]) -> None:
     for name, value in arrays.items():
         if name in _INTEGERS and value.dtype not in (jnp.int32, jnp.int64):
             raise errors.DTypeError(f"{name} has dtype {value.dtype}; allowed are int32 and int64")
+        if name in _NUMBERS:
+            _real(name, value)
         if name in _OF_TOKENS and value.shape != tokens:
             raise errors.ShapeError(f"{name} has shape {list(value.shape)}; it must be hidden's without the last, {list(tokens)}")
         if name in _OF_TEACHERS and (value.ndim == 0 or value.shape[:-1] != tokens or not 1 <= value.shape[-1] <= 1024):
             raise errors.ShapeError(f"{name} has shape {list(value.shape)}; it must be {[*tokens, 'K']}, K from 1 to 1024")
-    probs = arrays.get("teacher_probs")
-    if probs is not None:
-        if probs.shape != arrays["teacher_ids"].shape:
-            raise errors.ShapeError(
-                f"teacher_probs has shape {list(probs.shape)}; it must be teacher_ids', {list(arrays['teacher_ids'].shape)}"
-            )
-        if not jnp.issubdtype(probs.dtype, jnp.floating):
-            raise errors.DTypeError(f"teacher_probs has dtype {probs.dtype}; it must be a floating dtype (computed with in float32)")
-        arrays["teacher_probs"] = probs.astype(jnp.float32)
-    return arrays
+
+
+def _probs(probs: jax.Array, ids: jax.Array) -> jax.Array:
+    if probs.shape != ids.shape:
+        raise errors.ShapeError(f"teacher_probs has shape {list(probs.shape)}; it must be teacher_ids', {list(ids.shape)}")
+    if not jnp.issubdtype(probs.dtype, jnp.floating):
+        raise errors.DTypeError(f"teacher_probs has dtype {probs.dtype}; it must be a floating dtype (computed with in float32)")
+    return probs.astype(jnp.float32)
+
+
+def _real(name: str, given: Any) -> jax.Array:
+    made = _array(name, given)
+    if jnp.issubdtype(made.dtype, jnp.complexfloating):
+        raise errors.DTypeError(f"{name} has dtype {made.dtype}; it must be real")
+    return made
 
 
 def arrays_of(**given: Any) -> dict[str, jax.Array]:
@@ -66,10 +106,17 @@ def arrays_of(**given: Any) -> dict[str, jax.Array]:
 
 
 def _array(name: str, value: Any) -> jax.Array:
+    if value is None:
+        raise errors.DTypeError(f"{name} is None; it must be an array")
+    if name in _INTEGERS and isinstance(value, np.ndarray) and value.dtype == np.int64 and not jax.config.jax_enable_x64:
+        # jax would cut each to its lower half, which may be a class.
+        beyond = (value < -_INT) | (value >= _INT)
+        if beyond.any():
+            raise errors.ArgumentError(f"{name} has numbers beyond int32, which jax has with jax_enable_x64 alone")
     try:
         return jnp.asarray(value)
-    except TypeError:
-        raise errors.DTypeError(f"{name} is a {type(value).__name__}; it must be an array") from None
+    except (TypeError, ValueError, OverflowError) as error:
+        raise errors.DTypeError(f"{name} is a {type(value).__name__}; it must be an array ({error})") from None
 
 
 def _check_layer(hidden: jax.Array, weight: jax.Array, bias: jax.Array | None, weight_layout: str) -> None:
@@ -79,7 +126,7 @@ def _check_layer(hidden: jax.Array, weight: jax.Array, bias: jax.Array | None, w
         if value.dtype.name not in _calls.DTYPES:
             raise errors.DTypeError(f"{name} has dtype {value.dtype}; allowed are {', '.join(_calls.DTYPES)}")
     if weight.dtype not in (hidden.dtype, jnp.float32):
-        raise errors.DTypeError(f"weight has dtype {weight.dtype}; it must be hidden's, {hidden.dtype}, or float32")
+        raise errors.DTypeError(f"weight has dtype {weight.dtype}; it must be {' or '.join(dict.fromkeys((str(hidden.dtype), 'float32')))}")
     if hidden.ndim < 1 or weight.ndim != 2:
         raise errors.ShapeError(f"hidden has shape {list(hidden.shape)} and weight {list(weight.shape)}; they must be [..., D] and [V, D]")
     depth = weight.shape[0 if weight_layout == "hidden_major" else 1]
@@ -108,7 +155,6 @@ def layer_of(
 ) -> tuple[Layer, tuple[jax.Array, ...]]:
     """`arrays`: hidden, weight, target, and bias, a temperature and a teacher's where there are any."""
     hidden, weight = arrays["hidden"], arrays["weight"]
-    checks.integer("ignore_index", ignore_index, -_INT)
     padding = -hidden.shape[-1] % _DEPTH_STEP
     if padding:
         of_depth = (padding, 0) if weight_layout == "hidden_major" else (0, padding)

@@ -15,7 +15,7 @@ from flce.core import _locks, _native
 
 CPU = -1  # number of the CPU among devices; a GPU's is its CUDA ordinal
 PASSES = ("forward", "merge", "backward")
-_WORDS = 1024  # kernels of each device that report labels
+_WORDS = 1024  # words of each device, the last for all kernels that come later
 _lock = _locks.new_lock()
 _words: dict[int, jax.Array] = {}  # by GPU; memory that kernels write to
 
@@ -80,7 +80,8 @@ def kernel(device_index: int, spec: str, workspace_limit_bytes: int, num_tokens:
 
 def check_labels() -> None:
     """Raises LabelError if a call since the last check had a label that is neither a class nor ignore_index, or another number out of its
-    range: such a row counts as ignored. Wait for the calls first (`jax.block_until_ready` of their results)."""
+    range: such a row counts as ignored. Faults of several kernels are raised one a check. Wait for the calls first
+    (`jax.block_until_ready` of their results)."""
     lib = library()
     with _lock:
         found = [(CPU, _of_cpu(lib))] + [(index, np.array(words + 0).view(np.uint64)) for index, words in _words.items()]
@@ -90,9 +91,11 @@ def check_labels() -> None:
                 continue
             number, word = int(faults[0]), int(words[faults[0]])
             if index == CPU:
-                words[:] = _native.NO_INVALID_LABEL
+                words[number] = _native.NO_INVALID_LABEL
             else:
-                _set_words(index, _emptied(_words.pop(index)))
+                _set_words(index, _emptied(_words.pop(index), number))
+            if number == _WORDS - 1:  # many kernels' word
+                raise errors.LabelError(f"target[{word}] is neither ignore_index nor a label (and it may not be the only row)", word)
             try:
                 _native.check(_native.library().flce_kernel_check_invalid_label(lib.flce_jax_kernel_at(index, number), word))
             except errors.ArgumentError as error:
@@ -105,6 +108,6 @@ def _of_cpu(lib: ctypes.CDLL) -> np.ndarray[Any, np.dtype[np.uint64]]:
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def _emptied(words: jax.Array) -> jax.Array:
+def _emptied(words: jax.Array, number: int) -> jax.Array:
     """Donated, so that the same memory is written and captured calls go on reporting."""
-    return jax.numpy.full_like(words, 0xFFFF_FFFF)
+    return jax.lax.dynamic_update_slice(words, jax.numpy.full(2, 0xFFFF_FFFF, words.dtype), (2 * number,))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.custom_batching import sequential_vmap
 from jax.experimental.custom_partitioning import SdyShardingRule, custom_partitioning
 from jax.sharding import NamedSharding
@@ -14,6 +15,8 @@ from jax.sharding import PartitionSpec as P
 from flce.jax import _calls
 from flce.jax._calls import Layer
 
+_MOST_PARTS = 1 << 16
+_ONLY_PART = 1  # part 0 of one
 _SHARED = {"weight": ("classes", "depth"), "bias": ("classes",), "grad_weight": ("classes", "depth"), "grad_bias": ("classes",)}
 _LAST = {"hidden": "depth", "grad_hidden": "depth", "retained": "bytes", "teacher_ids": "top_k", "teacher_probs": "top_k",
          "teacher_logprobs": "top_k"}  # fmt: skip
@@ -32,27 +35,75 @@ def run_in_auto_mode(function: Any, arrays: dict[str, jax.Array], kinds: tuple[s
     return made if len(made) > 1 else made[0]
 
 
-def forward(layer: Layer, row_bytes: int, *inputs: jax.Array) -> tuple[jax.Array, ...]:
+class Pass(NamedTuple):
+    """A forward or a backward over a mesh."""
+
+    layer: Layer
+    arguments: tuple[str, ...]
+    results: tuple[str, ...]
+    row_bytes: int = 0  # forward's, of what it retains
+    wanted: tuple[str, ...] = ()  # inputs whose gradients backward makes
+    pair: int = 0  # number that a forward which retains and its backward have in common
+
+    @property
+    def retains(self) -> bool:
+        return "retained" in (*self.arguments, *self.results)
+
+
+def forward(layer: Layer, row_bytes: int, pair: int, *inputs: jax.Array) -> dict[str, jax.Array]:
+    """`layer.forward_results` by name; with row_bytes also what is retained, and the place of each row's part of it. `pair`: number of this
+    forward and its backward."""
     if _calls.is_manual():
-        return _calls.forward(layer, row_bytes, *inputs)
-    made: Any = _sequential(_forward, layer, row_bytes)(*inputs)
+        return dict(zip((*layer.forward_results, "retained"), _calls.forward(layer, row_bytes, *inputs), strict=False))
+    results = (*layer.forward_results, *(("retained", "place") if row_bytes else ()))
+    made = Pass(layer, layer.inputs, results, row_bytes=row_bytes, pair=pair)
+    return dict(zip(results, _sequential(_forward, made)(*inputs), strict=True))
+
+
+def backward(layer: Layer, arguments: dict[str, jax.Array], wanted: tuple[str, ...], pair: int) -> tuple[jax.Array, ...]:
+    """Gradients of the inputs `wanted`."""
+    if _calls.is_manual():
+        return _calls.backward(layer, tuple(arguments), wanted, *arguments.values())
+    gradients = tuple(_calls.GRADIENTS[name] for name in wanted)
+    made: Any = _sequential(_backward, Pass(layer, tuple(arguments), gradients, wanted=wanted, pair=pair))(*arguments.values())
     return tuple(made)
 
 
-def backward(layer: Layer, names: tuple[str, ...], wanted: tuple[str, ...], *arrays: jax.Array) -> tuple[jax.Array, ...]:
-    if _calls.is_manual():
-        return _calls.backward(layer, names, wanted, *arrays)
-    made: Any = _sequential(_backward, layer, names, wanted)(*arrays)
-    return tuple(made)
-
-
-def _sequential(function: Any, *static: Any) -> Any:
+def _sequential(function: Any, each: Pass) -> Any:
     """The partitioned call; under vmap, one after the other."""
-    return sequential_vmap(lambda *arrays: function(*static, *arrays))
+    return sequential_vmap(lambda *arrays: function(each, *arrays))
 
 
-def _forward_names(layer: Layer, row_bytes: int) -> tuple[str, ...]:
-    return (*layer.forward_results, *(("retained",) if row_bytes else ()))
+# ── A part, or all of it on one device ───────────────────────────────────
+
+
+def _run_forward(place: Any, each: Pass, *inputs: jax.Array) -> tuple[jax.Array, ...]:
+    made = _calls.forward(each.layer, each.row_bytes, *inputs)
+    return (*made, jnp.full(inputs[0].shape[:-1], place, jnp.int32)) if each.retains else made
+
+
+def _run_backward(place: Any, each: Pass, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """Gradients; NaN where what is retained was moved: it is for the rows of the part whose forward made it."""
+    arguments = dict(zip(each.arguments, arrays, strict=True))
+    if each.retains:
+        there = jnp.all(arguments.pop("place") == place)
+        for name in arguments:
+            if name.startswith("grad_"):
+                arguments[name] = jnp.where(there, arguments[name], jnp.nan)
+    return _calls.backward(each.layer, tuple(arguments), each.wanted, *arguments.values())
+
+
+def _all_forward(each: Pass, *inputs: jax.Array) -> tuple[jax.Array, ...]:
+    return _run_forward(_ONLY_PART, each, *inputs)
+
+
+def _all_backward(each: Pass, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    return _run_backward(_ONLY_PART, each, *arrays)
+
+
+# ── Over several ────────────────────────────────────
+
+_decided: dict[int, Any] = {}  # mesh axes of rows by pair: what forward retains is of its own rows
 
 
 def _factors(name: str, rows: int, hidden_major: bool) -> tuple[str, ...]:
@@ -64,11 +115,13 @@ def _factors(name: str, rows: int, hidden_major: bool) -> tuple[str, ...]:
     return (*of_rows, _LAST[name]) if name in _LAST else of_rows
 
 
-def _rule(layer: Layer, names: tuple[str, ...], results: tuple[str, ...], operands: Any) -> SdyShardingRule:
-    rows = len(operands[0].shape) - 1
-    operand_factors = tuple(_factors(name, rows, layer.hidden_major) for name in names)
-    result_factors = tuple(_factors(name, rows, layer.hidden_major) for name in results)
-    used = dict.fromkeys(factor for each in (*operand_factors, *result_factors) for factor in each)  # in the order that Shardy asks for
+def _rule(each: Pass, mesh: Any, operands: Any, results: Any) -> SdyShardingRule:
+    if "retained" in each.results:
+        _decided.pop(each.pair, None)  # another program begins
+    rows = len(_hidden(each, operands).shape) - 1
+    operand_factors = tuple(_factors(name, rows, each.layer.hidden_major) for name in each.arguments)
+    result_factors = tuple(_factors(name, rows, each.layer.hidden_major) for name in each.results)
+    used = dict.fromkeys(factor for factors in (*operand_factors, *result_factors) for factor in factors)  # in Shardy's order
     whole = tuple(factor for factor in used if not factor.startswith("row"))
     return SdyShardingRule(operand_factors, result_factors, need_replication_factors=whole)
 
@@ -81,12 +134,21 @@ def _shardings(mesh: Any, names: tuple[str, ...], shapes: Any, of_rows: Any) -> 
     return tuple(made)
 
 
-def _rows_of(mesh: Any, operands: Any) -> tuple[Any, ...]:
+def _hidden(each: Pass, operands: Any) -> Any:
+    return operands[each.arguments.index("hidden")]
+
+
+def _rows_of(each: Pass, mesh: Any, operands: Any) -> tuple[Any, ...]:
     """Mesh axes over which hidden's rows lie. A dimension that its axes do not divide is whole on each of them: XLA would fill up the last
     parts with rows of any content."""
-    shape = operands[0].shape[:-1]
-    spec = (*operands[0].sharding.spec, *(None for _ in shape))
-    return tuple(axes if size % _count(mesh, axes) == 0 else None for size, axes in zip(shape, spec, strict=False))
+    hidden = _hidden(each, operands)
+    shape = hidden.shape[:-1]
+    spec = (*hidden.sharding.spec, *(None for _ in shape))
+    mine = tuple(axes if size % _count(mesh, axes) == 0 else None for size, axes in zip(shape, spec, strict=False))
+    if not each.retains:
+        return mine
+    known, rows = _decided.setdefault(each.pair, (tuple(mesh.shape.items()), mine))
+    return rows if known == tuple(mesh.shape.items()) else mine
 
 
 def _count(mesh: Any, axes: Any) -> int:
@@ -97,48 +159,32 @@ def _axes(of_rows: tuple[Any, ...]) -> tuple[str, ...]:
     return tuple(axis for each in of_rows if each is not None for axis in ((each,) if isinstance(each, str) else each))
 
 
-def _partition_forward(layer: Layer, row_bytes: int, mesh: Any, operands: Any, results: Any) -> Any:
-    of_rows = _rows_of(mesh, operands)
-    names = _forward_names(layer, row_bytes)
-    return (
-        mesh,
-        lambda *inputs: _calls.forward(layer, row_bytes, *inputs),
-        _shardings(mesh, names, results, of_rows),
-        _shardings(mesh, layer.inputs, operands, of_rows),
-    )
+def _place(mesh: Any, axes: tuple[str, ...]) -> Any:
+    """The number of a part, and of how many parts."""
+    index: Any = 0
+    for axis in axes:
+        index = index * mesh.shape[axis] + jax.lax.axis_index(axis)
+    return index * _MOST_PARTS + math.prod(mesh.shape[axis] for axis in axes)
 
 
-def _partition_backward(layer: Layer, names: tuple[str, ...], wanted: tuple[str, ...], mesh: Any, operands: Any, results: Any) -> Any:
-    of_rows = _rows_of(mesh, operands)
+def _partition(each: Pass, mesh: Any, operands: Any, results: Any) -> Any:
+    of_rows = _rows_of(each, mesh, operands)
     axes = _axes(of_rows)
 
-    def of_shard(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-        made = _calls.backward(layer, names, wanted, *arrays)
-        return tuple(jax.lax.psum(each, axes) if name != "hidden" and axes else each for name, each in zip(wanted, made, strict=True))
+    def of_part(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+        place = _place(mesh, axes)
+        if not each.wanted:
+            return _run_forward(place, each, *arrays)
+        made = _run_backward(place, each, *arrays)
+        return tuple(jax.lax.psum(one, axes) if name != "hidden" and axes else one for name, one in zip(each.wanted, made, strict=True))
 
-    gradients = tuple(_calls.GRADIENTS[name] for name in wanted)
-    return mesh, of_shard, _shardings(mesh, gradients, results, of_rows), _shardings(mesh, names, operands, of_rows)
-
-
-def _infer_forward(layer: Layer, row_bytes: int, mesh: Any, operands: Any, results: Any) -> Any:
-    return _shardings(mesh, _forward_names(layer, row_bytes), results, _rows_of(mesh, operands))
+    return mesh, of_part, _shardings(mesh, each.results, results, of_rows), _shardings(mesh, each.arguments, operands, of_rows)
 
 
-def _infer_backward(layer: Layer, names: tuple[str, ...], wanted: tuple[str, ...], mesh: Any, operands: Any, results: Any) -> Any:
-    return _shardings(mesh, tuple(_calls.GRADIENTS[name] for name in wanted), results, _rows_of(mesh, operands))
+def _infer(each: Pass, mesh: Any, operands: Any, results: Any) -> Any:
+    return _shardings(mesh, each.results, results, _rows_of(each, mesh, operands))
 
 
-def _rule_forward(layer: Layer, row_bytes: int, mesh: Any, operands: Any, results: Any) -> SdyShardingRule:
-    return _rule(layer, layer.inputs, _forward_names(layer, row_bytes), operands)
-
-
-def _rule_backward(
-    layer: Layer, names: tuple[str, ...], wanted: tuple[str, ...], mesh: Any, operands: Any, results: Any
-) -> SdyShardingRule:
-    return _rule(layer, names, tuple(_calls.GRADIENTS[name] for name in wanted), operands)
-
-
-_forward = custom_partitioning(_calls.forward, static_argnums=(0, 1))
-_forward.def_partition(_partition_forward, infer_sharding_from_operands=_infer_forward, sharding_rule=_rule_forward)
-_backward = custom_partitioning(_calls.backward, static_argnums=(0, 1, 2))
-_backward.def_partition(_partition_backward, infer_sharding_from_operands=_infer_backward, sharding_rule=_rule_backward)
+_forward, _backward = (custom_partitioning(run, static_argnums=(0,)) for run in (_all_forward, _all_backward))
+for _each in (_forward, _backward):
+    _each.def_partition(_partition, infer_sharding_from_operands=_infer, sharding_rule=_rule)

@@ -7,7 +7,8 @@ batch of examples is one call's. Its derivative is the `custom_vjp`'s.
 from __future__ import annotations
 
 import functools
-from typing import Any
+import itertools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,8 +25,14 @@ _OPTIONAL = ("bias", "temperature", "teacher_ids", "teacher_probs")
 
 
 @jax.tree_util.register_static
-class _Names(tuple[str, ...]):
-    """Names among residuals."""
+class _Kept(NamedTuple):
+    """Facts that forward knows, among residuals."""
+
+    wanted: tuple[str, ...]
+    pair: int  # number of a forward and its backward
+
+
+_pairs = itertools.count(1)
 
 
 class Rows:
@@ -77,7 +84,11 @@ def _without_derivative(function: Any) -> Any:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _differentiable(layer: Layer, *inputs: jax.Array) -> Any:
-    return _passes(layer).forward(layer, 0, *inputs)
+    return _outputs(layer, _passes(layer).forward(layer, 0, 0, *inputs))
+
+
+def _outputs(layer: Layer, made: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
+    return tuple(made[name] for name in layer.forward_results)
 
 
 def _forward(layer: Layer, *given: Any) -> tuple[Any, Any]:
@@ -87,34 +98,42 @@ def _forward(layer: Layer, *given: Any) -> tuple[Any, Any]:
         if name not in _calls.GRADIENTS:
             raise errors.ArgumentError(f"a gradient of {name} is asked for, and it has none here: give jax.lax.stop_gradient({name})")
     row_bytes = _calls.retained_row_bytes(layer, *inputs[:2]) if wanted else 0
-    made = _without_derivative(functools.partial(_passes(layer).forward, layer, row_bytes))(*inputs)
-    results = dict(zip(layer.forward_results, made, strict=False))
-    saved = {name: checkpoint_name(results[name], f"flce_{name}") for name in layer.saved}
-    if row_bytes:
-        saved["retained"] = checkpoint_name(made[-1], "flce_retained")
-    outputs = tuple(saved.get(name, results[name]) for name in layer.forward_results)
-    return outputs, (tuple(inputs), saved, _Names(wanted))
+    pair = next(_pairs)
+    made = _without_derivative(functools.partial(_passes(layer).forward, layer, row_bytes, pair))(*inputs)
+    saved = {name: checkpoint_name(made[name], f"flce_{name}") for name in layer.saved}
+    saved |= {name: checkpoint_name(made[name], "flce_retained") for name in ("retained", "place") if name in made}
+    return _outputs(layer, made | saved), (tuple(inputs), saved, _Kept(tuple(wanted), pair))
 
 
 def _backward(layer: Layer, residuals: Any, given: Any) -> tuple[Any, ...]:
-    inputs, saved, wanted = residuals
+    inputs, saved, (wanted, pair) = residuals
     arguments = dict(zip(layer.inputs, inputs, strict=True))
     arguments |= saved
     of_results = _calls.gradient_names(layer.forward_results)
     for name, gradient in zip(layer.forward_results, given, strict=True):
-        if name in of_results and not isinstance(gradient, jax.custom_derivatives.SymbolicZero):
-            arguments[of_results[name]] = gradient
-        elif name == "teacher_logprobs" and layer.named and not isinstance(gradient, jax.custom_derivatives.SymbolicZero):
+        named = name == "teacher_logprobs" and layer.named
+        if (name not in of_results and not named) or isinstance(gradient, jax.custom_derivatives.SymbolicZero):
+            continue
+        whole = _sharded.whole_gradient(layer, gradient) if layer.axis_name else gradient
+        if named:
             # A loss −Σ_k q_k·log p_k has the log-probabilities' gradient −q.
-            arguments["teacher_probs"] = -gradient
+            arguments["teacher_probs"] = -whole
             arguments["grad_loss"] = jnp.ones(inputs[0].shape[:-1], jnp.float32)
+        else:
+            arguments[of_results[name]] = whole
     if "grad_entropy" in arguments:
-        arguments.pop("retained", None)  # a GPU's exponentials are no use there
+        for name in ("retained", "place"):
+            arguments.pop(name, None)  # a GPU's exponentials are no use there
     if not wanted or not any(name.startswith("grad_") for name in arguments):
         return tuple(None for _ in inputs)
     if "loss" in of_results and "grad_loss" not in arguments:
         arguments["grad_loss"] = jnp.zeros(inputs[0].shape[:-1], jnp.float32)
-    backward = functools.partial(_passes(layer).backward, layer, tuple(arguments), tuple(wanted))
+    passes = _passes(layer)
+    names = tuple(arguments)  # jax sorts a dictionary's
+
+    def backward(*arrays: jax.Array) -> Any:
+        return passes.backward(layer, dict(zip(names, arrays, strict=True)), wanted, pair)
+
     made = _without_derivative(backward)(*arguments.values())
     gradients = dict(zip(wanted, made, strict=True))
     return tuple(_as_input(gradients.get(name), value) for name, value in zip(layer.inputs, inputs, strict=True))
@@ -157,7 +176,7 @@ def _bind(layer: Layer, *inputs: Any) -> Any:
 def _call(layer: Layer, *inputs: Any) -> Any:
     """The passes' jaxpr. jax looks into it for what it has to tell about devices before it lowers."""
     shapes = [jax.ShapeDtypeStruct(*each) for each in inputs]
-    return jax.make_jaxpr(functools.partial(_mesh.forward, layer, 0))(*shapes)
+    return jax.make_jaxpr(lambda *inputs: _outputs(layer, _mesh.forward(layer, 0, 0, *inputs)))(*shapes)
 
 
 def _evaluate(*inputs: jax.Array, layer: Layer, call: Any) -> Any:

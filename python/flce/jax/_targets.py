@@ -27,6 +27,8 @@ def shifted(labels: jax.Array, shift: int, ignore_index: int) -> jax.Array:
         raise errors.ArgumentError(
             f"shift is {shift}; labels' sequences (its last dimension) are {length} long, and shift must not be more"
         )
+    if length == 0:
+        return labels
     rest = jnp.full((*labels.shape[:-1], shift), ignore_index, labels.dtype)
     return jnp.concatenate([labels[..., shift:], rest], axis=-1)
 
