@@ -17,7 +17,7 @@ from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
 from flce import errors
-from flce.jax import _calls, _layer, _mesh, _sharded, _targets
+from flce.jax import _calls, _layer, _library, _mesh, _sharded, _targets
 from flce.jax._calls import Layer
 
 _OF_CLASSES = ("weight", "bias")  # inputs that all rows share
@@ -168,13 +168,13 @@ def _apply(layer: Layer, *inputs: jax.Array) -> Any:
 
 
 def _bind(layer: Layer, *inputs: Any) -> Any:
-    call = _call(layer, *((each.shape, each.dtype) for each in inputs))
+    call = _call(layer, _library.device(), *((each.shape, each.dtype) for each in inputs))
     return _rows_p.bind(*inputs, layer=layer, call=call)
 
 
 @functools.lru_cache(maxsize=256)
-def _call(layer: Layer, *inputs: Any) -> Any:
-    """The passes' jaxpr. jax looks into it for what it has to tell about devices before it lowers."""
+def _call(layer: Layer, device: int, *inputs: Any) -> Any:
+    """The passes' jaxpr, with the sizes of a device's kernel. jax looks into it for what it has to tell about devices before it lowers."""
     shapes = [jax.ShapeDtypeStruct(*each) for each in inputs]
     return jax.make_jaxpr(lambda *inputs: _outputs(layer, _mesh.forward(layer, 0, 0, *inputs)))(*shapes)
 
