@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
+import flce.jax
+
 # Before XLA's backends are made.
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch's tests have the GPU, too
@@ -110,3 +112,8 @@ def near(found: Any, wanted: torch.Tensor, bound: float) -> None:
     largest = max(float(np.abs(right).max(initial=0)), 1e-3)
     error = float(np.abs(found - right).max(initial=0))
     assert error <= bound * largest, f"{error:.3g} of {largest:.3g}"
+
+
+def plain(case: Case) -> Any:
+    """The loss as a function of hidden and weight."""
+    return lambda hidden, weight: flce.jax.linear_cross_entropy(hidden, weight, case.labels)
