@@ -72,6 +72,19 @@ def test_over_a_mesh() -> None:
         assert np.allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("options", [("symmetric",), ("negative_log_q",), ("positives", "symmetric")], ids="+".join)
+def test_over_a_mesh_of_explicit_axes(options: tuple[str, ...]) -> None:
+    queries, documents, positives, added = embeddings()
+    every = {"symmetric": True, "negative_log_q": added, "positives": positives}
+    given = {name: every[name] for name in options}
+    step = jax.jit(jax.value_and_grad(lambda q, d, s: fj.info_nce(q, d, scale=s, **given), (0, 1, 2)))
+    right = step(queries, documents, jnp.float32(14))
+    with jax.set_mesh(jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))):
+        found = step(jax.device_put(queries, P("data")), jax.device_put(documents, P("data")), jnp.float32(14))
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(right), strict=True):
+        assert np.allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
 def test_one_document_and_a_scale_out_of_range() -> None:
     queries, documents, *_ = embeddings()
     gradients = jax.grad(lambda q, d: fj.info_nce(q, d, positives=jnp.zeros(QUERIES, jnp.int32)), (0, 1))(queries, documents[:1])

@@ -353,9 +353,19 @@ def info_nce(
     """
     checks.flag("symmetric", symmetric)
     arrays = _layer.arrays_of(queries=queries, documents=documents, positives=positives, negative_log_q=negative_log_q)
-    rows, classes, added = arrays["queries"], arrays["documents"], arrays.get("negative_log_q")
-    _contrastive.check(rows, classes, scale, arrays.get("positives"), added, reduction)
-    number = jnp.asarray(scale, jnp.float32).reshape(())
+    _contrastive.check(
+        arrays["queries"], arrays["documents"], scale, arrays.get("positives"), arrays.get("negative_log_q"), reduction
+    )  # fmt: skip
+    arrays["scale"] = jnp.asarray(scale, jnp.float32).reshape(())
+
+    def run(arrays: dict[str, jax.Array]) -> tuple[jax.Array]:
+        return (_info_nce(arrays, symmetric, reduction, workspace_limit_bytes),)
+
+    return _mesh.run_in_auto_mode(run, arrays, ("tokens" if reduction == "none" else "scalar",), of_rows="queries")
+
+
+def _info_nce(arrays: dict[str, jax.Array], symmetric: bool, reduction: str, workspace_limit_bytes: int | None) -> jax.Array:
+    rows, classes, added, number = arrays["queries"], arrays["documents"], arrays.get("negative_log_q"), arrays["scale"]
     options = {"reduction": reduction, "workspace_limit_bytes": workspace_limit_bytes, "temperature": 1 / jax.lax.stop_gradient(number)}
     forth, back = _contrastive.alone(rows, arrays.get("positives"), classes.shape[0])
 

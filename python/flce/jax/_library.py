@@ -31,7 +31,7 @@ def library() -> ctypes.CDLL:
         lib = ctypes.CDLL(str(name))
     except OSError as error:
         raise errors.UnavailableError(
-            f"{name} cannot be loaded: {error}; flce was built without XLA's headers: run tools/setup.sh --python, or name a folder that "
+            f"{name} cannot be loaded: {error}; flce was built without XLA's headers: run tools/setup.sh, or name a folder that "
             "has xla/ffi/api/ffi.h (jax.ffi.include_dir()) in FLCE_XLA_INCLUDE, and build again"
         ) from error
     lib.flce_jax_kernel.restype, lib.flce_jax_kernel.argtypes = c_int32, (c_int32, ctypes.c_char_p, c_int64, c_int64, c_void_p)

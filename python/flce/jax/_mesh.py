@@ -22,12 +22,14 @@ _LAST = {"hidden": "depth", "grad_hidden": "depth", "retained": "bytes", "teache
          "teacher_logprobs": "top_k"}  # fmt: skip
 
 
-def run_in_auto_mode(function: Any, arrays: dict[str, jax.Array], kinds: tuple[str, ...]) -> Any:
+def run_in_auto_mode(function: Any, arrays: dict[str, jax.Array], kinds: tuple[str, ...], of_rows: str = "hidden") -> Any:
     """The outputs of `function(arrays)`, a lone one as itself. Under a mesh of explicit axes (jax.set_mesh), where arrays have their
-    sharding in their type, axes are automatic within it; outputs of `kinds` "tokens" then lie as hidden's rows, others are whole."""
+    sharding in their type, axes are automatic within it; outputs of `kinds` "tokens" then lie as rows of the array `of_rows`, others are
+    whole."""
     explicit = getattr(jax.sharding.get_abstract_mesh(), "explicit_axes", ())
     if explicit:
-        rows = tuple(jax.typeof(arrays["hidden"]).sharding.spec)[: arrays["hidden"].ndim - 1]
+        array = arrays[of_rows]
+        rows = tuple(jax.typeof(array).sharding.spec)[: array.ndim - 1]
         shardings = tuple(P(*rows) if kind == "tokens" else P() for kind in kinds)
         made = jax.sharding.auto_axes(function, axes=explicit, out_sharding=shardings)(arrays)
     else:
