@@ -324,7 +324,8 @@ ffi::Error run_on_cpu(const ffi::Dictionary& attributes, ffi::RemainingArgs argu
 }
 
 /// Before XLA captures the call in a command buffer, where nothing can be compiled or loaded.
-ffi::Error prepare_on_cuda(std::int32_t device_index, const ffi::Dictionary& attributes) {
+ffi::Error prepare_on_cuda(std::int32_t device_index, const ffi::Dictionary& attributes, ffi::RemainingArgs /*arguments*/,
+                           ffi::RemainingRets /*results*/) {
     Attributes given;
     if (auto error = read(attributes, device_index, given); error.failure()) return error;
     const Entry* entry = nullptr;
@@ -349,5 +350,9 @@ FLCE_JAX_PASS(forward);
 FLCE_JAX_PASS(merge);
 FLCE_JAX_PASS(backward);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(flce_jax_cuda_prepare, flce::xla_calls::prepare_on_cuda,
-                              xla::ffi::Ffi::Bind<xla::ffi::ExecutionStage::kInitialize>().Ctx<xla::ffi::DeviceOrdinal>().Attrs());
+                              xla::ffi::Ffi::Bind<xla::ffi::ExecutionStage::kInitialize>()
+                                  .Ctx<xla::ffi::DeviceOrdinal>()
+                                  .Attrs()
+                                  .RemainingArgs()
+                                  .RemainingRets());
 #pragma GCC visibility pop

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -18,6 +19,13 @@ import flce.jax as fj
 from flce import errors
 
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
+
+
+@pytest.fixture(autouse=True)
+def _on_cpu() -> Iterator[None]:
+    """Calls without a mesh are the mesh's devices', too."""
+    with cases.on("cpu"):
+        yield
 
 
 def make_mesh() -> Mesh:
@@ -133,7 +141,8 @@ def test_a_mesh_of_explicit_axes() -> None:
 
     step = jax.jit(jax.value_and_grad(rows, (0, 1), has_aux=True))
     right = step(case.hidden, case.weight, case.labels)
-    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+    explicit = (jax.sharding.AxisType.Explicit,) * 2
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=explicit, devices=jax.devices("cpu"))
     with jax.set_mesh(mesh):
         given = [jax.device_put(case.hidden, P("data")), jax.device_put(case.weight, P("model")), jax.device_put(case.labels, P("data"))]
         found = step(*given)

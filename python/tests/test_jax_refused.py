@@ -129,7 +129,7 @@ else:
 
 def test_strict_mode_and_one_cache_with_torch(tmp_path: Path) -> None:
     """A kernel that torch's call has compiled is there for JAX's of the same layer; another is a miss that names the command."""
-    environment = os.environ | {"FLCE_CACHE_DIR": str(tmp_path)}
+    environment = os.environ | {"FLCE_CACHE_DIR": str(tmp_path), "JAX_PLATFORMS": "cpu"}
     of_torch = """
 import torch, flce
 hidden, weight = torch.ones(4, 72, requires_grad=True), torch.ones(91, 72)

@@ -89,14 +89,16 @@ def retained_row_bytes(layer: Layer, hidden: Any, weight: Any) -> int:
     if size.num_tokens == 0:
         return 0
     kernel = size.kernel
+    # Rows have whole steps of bytes: their last bytes are kept free of the limit, so that all columns are retained where there is room.
+    rounded = _RETAINED_STEP * size.num_tokens
     if layer.workspace_limit_bytes:
-        _, most = _native.choose_retained(kernel, size.num_tokens, layer.workspace_limit_bytes, False, 0)
+        room = layer.workspace_limit_bytes
     else:
-        of_gradient = math.prod(weight.shape) * weight.dtype.itemsize
         # The choice with a limit knows a layer that is too small to gain.
+        of_gradient = math.prod(weight.shape) * weight.dtype.itemsize
         room = of_gradient + _native.workspace_bytes(kernel, size.num_tokens, _native.BACKWARD)
-        _, most = _native.choose_retained(kernel, size.num_tokens, room, False, 0)
-    return most // size.num_tokens // _RETAINED_STEP * _RETAINED_STEP
+    _, most = _native.choose_retained(kernel, size.num_tokens, max(room - rounded, 1), False, 0)
+    return -(-most // rounded) * _RETAINED_STEP
 
 
 def call(

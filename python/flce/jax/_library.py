@@ -63,7 +63,8 @@ def device() -> int:
 def _prepare_words(index: int, given: Any) -> None:
     with _lock:
         if index not in _words:
-            _set_words(index, jax.device_put(np.full(2 * _WORDS, 0xFFFF_FFFF, np.uint32), given))
+            with jax.ensure_compile_time_eval():  # an array with memory, whatever is being traced
+                _set_words(index, jax.device_put(np.full(2 * _WORDS, 0xFFFF_FFFF, np.uint32), given))
 
 
 def _set_words(index: int, words: jax.Array) -> None:

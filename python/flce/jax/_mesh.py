@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax.custom_batching import sequential_vmap
 from jax.experimental.custom_partitioning import SdyShardingRule, custom_partitioning
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -169,6 +171,20 @@ def _place(mesh: Any, axes: tuple[str, ...]) -> Any:
     return index * _MOST_PARTS + math.prod(mesh.shape[axis] for axis in axes)
 
 
+def _lower_sum(context: Any, array: Any, *, axes: tuple[str, ...]) -> Any:
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+        plain = [jax.core.ShapedArray(each.shape, each.dtype) for each in context.avals_in]
+        context = context.replace(avals_in=plain, avals_out=plain)
+        return mlir.lower_fun(lambda array: jax.lax.psum(array, axes), multiple_results=False)(context, array)
+
+
+# A psum of a part. jax 0.11 lowers parts under the mesh that jax.set_mesh has set, and where the mesh's axes are explicit gives the psum's
+# addition a sharding, with which XLA cannot compile it.
+_sum_p = Primitive("flce_sum")
+_sum_p.def_abstract_eval(lambda array, *, axes: array)
+mlir.register_lowering(_sum_p, _lower_sum)
+
+
 def _partition(each: Pass, mesh: Any, operands: Any, results: Any) -> Any:
     of_rows = _rows_of(each, mesh, operands)
     axes = _axes(of_rows)
@@ -178,7 +194,7 @@ def _partition(each: Pass, mesh: Any, operands: Any, results: Any) -> Any:
         if not each.wanted:
             return _run_forward(place, each, *arrays)
         made = _run_backward(place, each, *arrays)
-        return tuple(jax.lax.psum(one, axes) if name != "hidden" and axes else one for name, one in zip(each.wanted, made, strict=True))
+        return tuple(_sum_p.bind(one, axes=axes) if name != "hidden" and axes else one for name, one in zip(each.wanted, made, strict=True))
 
     return mesh, of_part, _shardings(mesh, each.results, results, of_rows), _shardings(mesh, each.arguments, operands, of_rows)
 
