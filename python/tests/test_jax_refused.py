@@ -17,6 +17,7 @@ from jax_cases import plain
 
 import flce.jax as fj
 from flce import errors
+from flce.budget import MemoryBudget
 
 
 def test_arguments_are_refused_by_name() -> None:
@@ -38,6 +39,11 @@ def test_arguments_are_refused_by_name() -> None:
         (errors.ArgumentError, "token_weight is None", lambda: loss(hidden, weight, labels, reduction="weighted_mean")),
         (errors.ArgumentError, "temperature is 0.0", lambda: loss(hidden, weight, labels, temperature=0.0)),
         (errors.ArgumentError, "workspace_limit_bytes is -1", lambda: loss(hidden, weight, labels, workspace_limit_bytes=-1)),
+        (
+            errors.ArgumentError,
+            "workspace_limit_bytes is a MemoryBudget",
+            lambda: loss(hidden, weight, labels, workspace_limit_bytes=MemoryBudget(1 << 30)),
+        ),
         (errors.ArgumentError, "axis_name is 'x'", lambda: loss(hidden, weight, labels, axis_name="x")),
         (errors.ArgumentError, "ignore_index is 2147483648", lambda: loss(hidden, weight, labels, ignore_index=2**31)),
         (errors.ArgumentError, "ignore_index is None", lambda: loss(hidden, weight, labels, ignore_index=None, shift=1)),

@@ -11,6 +11,7 @@ GPU.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -18,13 +19,12 @@ import jax.numpy as jnp
 
 from flce import errors
 from flce.core import checks
-from flce.jax import _contrastive, _layer, _library, _mesh, _rows, _targets
+from flce.jax import _calls, _contrastive, _depths, _layer, _library, _mesh, _rows, _targets
 from flce.jax._library import check_labels
 
 __all__ = ["check_labels", "info_nce", "linear_cross_entropy", "linear_logprobs", "linear_logprobs_at", "linear_topk_distillation"]
 
 _IGNORED = -100
-_OUTPUTS = ("loss", "lse", "logprobs", "entropy", "top1")
 
 
 with contextlib.suppress(errors.UnavailableError):  # the first call tells it
@@ -34,7 +34,7 @@ with contextlib.suppress(errors.UnavailableError):  # the first call tells it
 def _outputs(**flags: bool) -> tuple[str, ...]:
     for name, flag in flags.items():
         checks.flag(f"return_{name}", flag)
-    return tuple(name for name in _OUTPUTS if flags.get(name))
+    return tuple(name for name in _calls.OUTPUTS if flags.get(name))
 
 
 def linear_cross_entropy(
@@ -50,10 +50,15 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     logit_scale: float | None = None,
     softcap: float | None = None,
+    class_weight: Any = None,
     temperature: Any = 1.0,
     token_weight: Any = None,
     num_valid_tokens: Any = None,
-    shift: int = 0,
+    dft: bool = False,
+    batch_invariant: bool = False,
+    shift: int | Sequence[int] = 0,
+    cu_seqlens: Any = None,
+    loss_weights: Sequence[float] | None = None,
     return_lse: bool = False,
     return_logprobs: bool = False,
     return_entropy: bool = False,
@@ -65,19 +70,29 @@ def linear_cross_entropy(
     the logits in memory.
 
     Args:
-        hidden: [..., D] float32, bfloat16 or float16. D not a multiple of 8 is padded (a copy of hidden and weight).
+        hidden: [..., D] float32, bfloat16 or float16. D not a multiple of 8 is padded (a copy of hidden and weight). Or a list of such
+            arrays, for several losses of one weight: see below.
         weight: [V, D] with weight_layout "vocab_major", [D, V] with "hidden_major" (a Flax kernel); of hidden's dtype, or float32 beside
             16-bit hidden states (kernels round it as they read it; its gradient is float32). Nothing is guessed from its shape.
         labels: [...] int32 or int64. Rows that hold ignore_index, and rows out of [0, V) (see `check_labels`), count for nothing.
         bias: [V].
         reduction: "none" gives [...], 0 for ignored rows; "sum", "mean" and "weighted_mean" a scalar. All float32. "mean" divides by
-            num_valid_tokens, or where that is None by the number of valid rows; "weighted_mean" by the sum of valid rows' token_weight.
+            num_valid_tokens, or where that is None by the number of valid rows; "weighted_mean" by the sum of valid rows' token_weight;
+            with class_weight cross entropies are divided by the sum of these, each times its class's weight, and z-losses as without.
             Where the divisor is 0, loss and gradients are 0.
-        label_smoothing, z_loss, logit_scale, softcap: numbers, with torch's meaning of smoothing.
+        label_smoothing, z_loss, logit_scale, softcap, class_weight: numbers, and [V] for class_weight, with torch's meaning of smoothing
+            and weights. A gradient of class_weight is an ArgumentError.
         temperature: logits are divided by it: a number, 2^-100 to 2^100, or [...] float32. A row whose temperature is out of this range
             counts as ignored, and `check_labels` reports it. A gradient of it is an ArgumentError.
         token_weight: [...]; a row's loss, z_loss included, is multiplied by it. `shift` does not move it.
+        dft: a row's loss is multiplied by its label's probability, which counts as a constant (dynamic fine-tuning, arXiv 2508.05629).
+        batch_invariant: a row's loss (reduction "none"), lse, log-probability and entropy, and its row of hidden's gradient where the
+            gradient from above is the same, have the same bits in whichever batch it is. On a CPU and, with bfloat16, on a Hopper GPU;
+            elsewhere a PlanError.
         shift: 0 for labels that are aligned already, 1 for labels as a tokenizer gives them: position t predicts labels[..., t + shift].
+        cu_seqlens: [num_sequences + 1] int32 or int64, offsets of packed sequences in the flattened labels, which shift then does not
+            cross. Labels past the last sequence are ignored. Where it does not begin with 0, or decreases, a CPU raises outside of jit;
+            else all rows count as ignored, and `check_labels` reports it.
         return_lse, return_logprobs, return_entropy: also return lse, the label's log-probability, the softmax's entropy (nats): [...]
             float32, 0 for ignored rows, differentiable.
         return_top1: also return the class of the largest logit, [...] int32, -1 for ignored rows.
@@ -88,8 +103,16 @@ def linear_cross_entropy(
             on all; hidden and labels are the same on all of them. Outputs are the same bits on all of them; hidden's gradient is the
             sum over them. Not with return_top1.
 
+    Several hidden states on one weight (multi-token prediction, deep supervision): hidden is a list, labels a list of labels or one that
+    all have, and rows of all of them are one call, so that weight is read and its gradient written once. num_valid_tokens, temperature,
+    token_weight, shift and cu_seqlens are one for all, or a list. One array of labels takes a list of shifts: [1, 2] where depth d predicts
+    the label 1 + d positions on, [0, 0] where all predict the same.
+        loss_weights: a number for each hidden state.
+
     Returns:
-        loss, or (loss, lse, logprobs, entropy, top1) with those that were asked for.
+        loss, or (loss, lse, logprobs, entropy, top1) with those that were asked for. Of several hidden states each of these is a tuple with
+        one for each; without a flag that tuple is returned. With loss_weights the sum of losses, each times its weight, comes first: (sum,
+        losses), or (sum, losses, lse, ...).
 
     Raises:
         ShapeError, DTypeError, ArgumentError: naming the argument, while the call is traced.
@@ -104,13 +127,18 @@ def linear_cross_entropy(
         labels,
         outputs=outputs,
         bias=bias,
+        class_weight=class_weight,
         reduction=reduction,
         token_weight=token_weight,
         num_valid_tokens=num_valid_tokens,
         shift=shift,
+        cu_seqlens=cu_seqlens,
+        loss_weights=loss_weights,
         weight_layout=weight_layout,
         ignore_index=ignore_index,
         temperature=temperature,
+        dft=dft,
+        batch_invariant=batch_invariant,
         workspace_limit_bytes=workspace_limit_bytes,
         axis_name=axis_name,
         label_smoothing=label_smoothing,
@@ -131,18 +159,22 @@ def linear_logprobs(
     logit_scale: float | None = None,
     softcap: float | None = None,
     temperature: Any = 1.0,
+    batch_invariant: bool = False,
     shift: int = 0,
+    cu_seqlens: Any = None,
     return_entropy: bool = False,
     return_top1: bool = False,
     workspace_limit_bytes: int | None = None,
     axis_name: str | None = None,
 ) -> Any:
-    """log p(label) of every token. Arguments and errors are those of `linear_cross_entropy`.
+    """log p(label) of every token, of one hidden state. Arguments and errors are those of `linear_cross_entropy`.
 
     Returns:
         log-probabilities [...] float32, 0 for ignored rows, differentiable; or (log-probabilities, entropy, top1) with those that were
         asked for.
     """
+    if _depths.are_several(hidden):
+        raise errors.DTypeError(f"hidden is a {type(hidden).__name__}; it must be an array: linear_cross_entropy takes several")
     return _cross_entropy(
         hidden,
         weight,
@@ -150,9 +182,11 @@ def linear_logprobs(
         outputs=_outputs(logprobs=True, entropy=return_entropy, top1=return_top1),
         bias=bias,
         shift=shift,
+        cu_seqlens=cu_seqlens,
         weight_layout=weight_layout,
         ignore_index=ignore_index,
         temperature=temperature,
+        batch_invariant=batch_invariant,
         workspace_limit_bytes=workspace_limit_bytes,
         axis_name=axis_name,
         logit_scale=logit_scale,
@@ -167,33 +201,60 @@ def _cross_entropy(
     *,
     outputs: tuple[str, ...],
     bias: Any,
-    shift: int,
+    shift: Any,
+    cu_seqlens: Any,
     weight_layout: str,
     ignore_index: int,
     temperature: Any,
     reduction: str = "none",
+    class_weight: Any = None,
     token_weight: Any = None,
     num_valid_tokens: Any = None,
+    loss_weights: Any = None,
     **options: Any,
 ) -> Any:
-    _targets.check_reduction(reduction, token_weight, num_valid_tokens)
     if "top1" in outputs and options["axis_name"] is not None:
         raise errors.ArgumentError("return_top1 is given with axis_name; a part of the vocabulary does not know its place in the whole")
-    arrays = _layer.checked(
-        weight_layout, ignore_index, hidden=hidden, weight=weight, labels=labels, bias=bias, temperature=temperature,
-        token_weight=token_weight, num_valid_tokens=num_valid_tokens,
-    )  # fmt: skip
+    of_rows = {"shift": shift, "cu_seqlens": cu_seqlens, "temperature": temperature, "token_weight": token_weight,
+               "num_valid_tokens": num_valid_tokens}  # fmt: skip
+    also = ("lse",) if _targets.has_two_divisors(reduction, class_weight, options.get("z_loss")) else ()
+    several = _depths.are_several(hidden)
+    given = _depths.of_each(hidden, labels, of_rows) if several else [{"hidden": hidden, "labels": labels, **of_rows}]
+    shifts = [of_depth.pop("shift") for of_depth in given]
+    weights = _depths.check_weights(loss_weights, reduction, hidden)
+    for_all = {"weight": _layer.array("weight", weight), **_layer.arrays_of(bias=bias, class_weight=class_weight)}
+    each = []
+    for at, of_depth in enumerate(given):
+        of = f"[{at}]" if several else ""
+        _targets.check_reduction(reduction, of_depth["token_weight"], of_depth["num_valid_tokens"], of)
+        _targets.check_one_divisor(of_depth["num_valid_tokens"], class_weight, options.get("z_loss"))
+        checked = _layer.checked(weight_layout, ignore_index, of=of, **for_all, **of_depth)
+        each.append({name: array for name, array in checked.items() if name not in for_all})
 
-    def run(arrays: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
-        target = _targets.shifted(arrays["labels"], shift, ignore_index)
-        made = _rows.Rows(arrays, target, outputs, weight_layout=weight_layout, ignore_index=ignore_index, **options)
-        return made.outputs(outputs, reduction)
+    def run(arrays: tuple[dict[str, jax.Array], list[dict[str, jax.Array]]]) -> tuple[Any, ...]:
+        for_all, each = arrays
+        joined = _depths.Joined(each)
+        target = joined.joined(
+            _targets.shifted(of_depth["labels"], by, ignore_index, of_depth.get("cu_seqlens"))
+            for of_depth, by in zip(each, shifts, strict=True)
+        )
+        rows = _rows.results_of(
+            for_all | joined.rows(), target, (*outputs, *also), weight_layout=weight_layout, ignore_index=ignore_index, **options
+        )  # fmt: skip
+        made = [_targets.outputs(part, outputs, reduction, of_depth) for part, of_depth in zip(joined.split(rows), each, strict=True)]
+        if not several:
+            return made[0]
+        losses, *others = zip(*made, strict=True)
+        return (*(() if weights is None else (_depths.weighted_sum(weights, losses),)), losses, *others)
 
-    return _mesh.run_in_auto_mode(run, arrays, tuple(_kind(name, reduction) for name in outputs))
+    like: list[Any] = [tuple(_rows_like(name, reduction, of_depth["hidden"]) for name in outputs) for of_depth in each]
+    in_order = (*(() if weights is None else (None,)), *zip(*like, strict=True)) if several else like[0]
+    return _mesh.run_in_auto_mode(run, (for_all, each), in_order)
 
 
-def _kind(name: str, reduction: str) -> str:
-    return "scalar" if name == "loss" and reduction != "none" else "tokens"
+def _rows_like(name: str, reduction: str, rows: jax.Array) -> jax.Array | None:
+    """The array as whose rows an output lies; None for a scalar."""
+    return None if name == "loss" and reduction != "none" else rows
 
 
 def linear_topk_distillation(
@@ -218,6 +279,7 @@ def linear_topk_distillation(
     return_lse: bool = False,
     return_entropy: bool = False,
     return_teacher_logprobs: bool = False,
+    batch_invariant: bool = False,
     workspace_limit_bytes: int | None = None,
     axis_name: str | None = None,
 ) -> Any:
@@ -252,12 +314,13 @@ def linear_topk_distillation(
         target = arrays.get("labels")
         if target is None:
             target = _targets.rows_with_a_class(ids, ignore_index)
-        made = _rows.Rows(
+        rows = _rows.results_of(
             arrays,
             _targets.without_impossible_teachers(target, ids, probs, ignore_index),
             outputs,
             weight_layout=weight_layout,
             ignore_index=ignore_index,
+            batch_invariant=batch_invariant,
             workspace_limit_bytes=workspace_limit_bytes,
             axis_name=axis_name,
             hard_weight=hard_weight,
@@ -266,9 +329,9 @@ def linear_topk_distillation(
             logit_scale=logit_scale,
             softcap=softcap,
         )
-        return made.outputs(wanted, reduction)
+        return _targets.outputs(rows, wanted, reduction, arrays)
 
-    return _mesh.run_in_auto_mode(run, arrays, tuple(_kind(name, reduction) for name in wanted))
+    return _mesh.run_in_auto_mode(run, arrays, tuple(_rows_like(name, reduction, arrays["hidden"]) for name in wanted))
 
 
 def linear_logprobs_at(
@@ -283,6 +346,7 @@ def linear_logprobs_at(
     temperature: Any = 1.0,
     return_lse: bool = False,
     return_entropy: bool = False,
+    batch_invariant: bool = False,
     workspace_limit_bytes: int | None = None,
     axis_name: str | None = None,
 ) -> Any:
@@ -303,21 +367,22 @@ def linear_logprobs_at(
 
     def run(arrays: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
         ids = arrays.pop("ids")
-        made = _rows.Rows(
+        rows = _rows.results_of(
             arrays | {"teacher_ids": ids, "teacher_probs": jnp.zeros(ids.shape, jnp.float32)},
             _targets.rows_with_a_class(ids, _IGNORED),
             outputs,
             named=True,
             weight_layout=weight_layout,
             ignore_index=_IGNORED,
+            batch_invariant=batch_invariant,
             workspace_limit_bytes=workspace_limit_bytes,
             axis_name=axis_name,
             logit_scale=logit_scale,
             softcap=softcap,
         )
-        return made.outputs(wanted, "none")
+        return _targets.outputs(rows, wanted, "none", arrays)
 
-    return _mesh.run_in_auto_mode(run, arrays, ("tokens",) * len(wanted))
+    return _mesh.run_in_auto_mode(run, arrays, (arrays["hidden"],) * len(wanted))
 
 
 def info_nce(
@@ -361,7 +426,7 @@ def info_nce(
     def run(arrays: dict[str, jax.Array]) -> tuple[jax.Array]:
         return (_info_nce(arrays, symmetric, reduction, workspace_limit_bytes),)
 
-    return _mesh.run_in_auto_mode(run, arrays, ("tokens" if reduction == "none" else "scalar",), of_rows="queries")
+    return _mesh.run_in_auto_mode(run, arrays, (_rows_like("loss", reduction, arrays["queries"]),))
 
 
 def _info_nce(arrays: dict[str, jax.Array], symmetric: bool, reduction: str, workspace_limit_bytes: int | None) -> jax.Array:

@@ -14,9 +14,10 @@ from flce.core import _native
 from flce.jax import _library
 
 DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+OUTPUTS = ("loss", "lse", "logprobs", "entropy", "top1")
 GRADIENTS = {"hidden": "grad_hidden", "weight": "grad_weight", "bias": "grad_bias"}
 _DIFFERENTIABLE = ("loss", "lse", "logprobs", "entropy")
-_FLAGS = ("bias", "temperature")
+_FLAGS = ("bias", "temperature", "class_weight")
 _ALIGNMENT = 256
 _RETAINED_STEP = 16
 
@@ -34,6 +35,7 @@ class Layer(NamedTuple):
     named: bool = False  # the log-probabilities at the teacher's classes are what has a gradient
     ranks: int = 1  # devices of axis_name, each with a part of the vocabulary
     axis_name: str = ""
+    read_back: tuple[str, ...] = ()  # results of forward that backward reads beside lse, entropy and a teacher's log-probabilities
 
     @property
     def forward_results(self) -> tuple[str, ...]:
@@ -43,8 +45,8 @@ class Layer(NamedTuple):
 
     @property
     def saved(self) -> tuple[str, ...]:
-        """Names of forward's results that backward reads."""
-        return tuple(name for name in ("lse", "entropy", "teacher_logprobs") if name in self.forward_results)
+        """Names of what backward reads of forward's."""
+        return (*(name for name in ("lse", "entropy", "teacher_logprobs") if name in self.forward_results), *self.read_back)
 
     def spec(self, hidden: Any, weight: Any) -> str:
         hidden_size = hidden.shape[-1]
@@ -157,6 +159,8 @@ def token_shape(layer: Layer, name: str, tokens: tuple[int, ...]) -> jax.ShapeDt
         return jax.ShapeDtypeStruct((*tokens, 2), jnp.uint32)  # int64, which jax has with x64 alone
     if name == "teacher_logprobs":
         return jax.ShapeDtypeStruct((*tokens, layer.top_k), jnp.float32)
+    if name == "class_weight_total":
+        return jax.ShapeDtypeStruct((), jnp.float32)
     return jax.ShapeDtypeStruct(tokens, jnp.float32)
 
 

@@ -100,7 +100,9 @@ def check_labels() -> None:
             try:
                 _native.check(_native.library().flce_kernel_check_invalid_label(lib.flce_jax_kernel_at(index, number), word))
             except errors.ArgumentError as error:
-                raise errors.LabelError(str(error), word) from None
+                more = "; or cu_seqlens does not begin with 0, or decreases" if word == 0 else ""
+                where = "target is flattened here (of several hidden states one behind the other), and moved by a shift"
+                raise errors.LabelError(f"{error}{more}; {where}", word) from None
 
 
 def _of_cpu(lib: ctypes.CDLL) -> np.ndarray[Any, np.dtype[np.uint64]]:

@@ -19,24 +19,32 @@ from flce.jax._calls import Layer
 
 _MOST_PARTS = 1 << 16
 _ONLY_PART = 1  # part 0 of one
-_SHARED = {"weight": ("classes", "depth"), "bias": ("classes",), "grad_weight": ("classes", "depth"), "grad_bias": ("classes",)}
+_SHARED = {
+    "weight": ("classes", "depth"),
+    "bias": ("classes",),
+    "class_weight": ("classes",),
+    "grad_weight": ("classes", "depth"),
+    "grad_bias": ("classes",),
+}
 _LAST = {"hidden": "depth", "grad_hidden": "depth", "retained": "bytes", "teacher_ids": "top_k", "teacher_probs": "top_k",
          "teacher_logprobs": "top_k"}  # fmt: skip
 
 
-def run_in_auto_mode(function: Any, arrays: dict[str, jax.Array], kinds: tuple[str, ...], of_rows: str = "hidden") -> Any:
+def run_in_auto_mode(function: Any, arrays: Any, like: tuple[Any, ...]) -> Any:
     """The outputs of `function(arrays)`, a lone one as itself. Under a mesh of explicit axes (jax.set_mesh), where arrays have their
-    sharding in their type, axes are automatic within it; outputs of `kinds` "tokens" then lie as rows of the array `of_rows`, others are
-    whole."""
+    sharding in their type, axes are automatic within it. `like`: for each output the array of rows as which it then lies, or None for one
+    that is whole."""
     explicit = getattr(jax.sharding.get_abstract_mesh(), "explicit_axes", ())
     if explicit:
-        array = arrays[of_rows]
-        rows = tuple(jax.typeof(array).sharding.spec)[: array.ndim - 1]
-        shardings = tuple(P(*rows) if kind == "tokens" else P() for kind in kinds)
+        shardings = jax.tree.map(_rows_sharding, like, is_leaf=lambda each: each is None)
         made = jax.sharding.auto_axes(function, axes=explicit, out_sharding=shardings)(arrays)
     else:
         made = function(arrays)
     return made if len(made) > 1 else made[0]
+
+
+def _rows_sharding(array: jax.Array | None) -> P:
+    return P() if array is None else P(*tuple(jax.typeof(array).sharding.spec)[: array.ndim - 1])
 
 
 class Pass(NamedTuple):

@@ -20,8 +20,8 @@ from flce import errors
 from flce.jax import _calls, _layer, _library, _mesh, _sharded, _targets
 from flce.jax._calls import Layer
 
-_OF_CLASSES = ("weight", "bias")  # inputs that all rows share
-_OPTIONAL = ("bias", "temperature", "teacher_ids", "teacher_probs")
+_OF_CLASSES = ("weight", "bias", "class_weight")  # inputs that all rows share
+_OPTIONAL = ("bias", "class_weight", "temperature", "teacher_ids", "teacher_probs")
 
 
 @jax.tree_util.register_static
@@ -35,27 +35,31 @@ class _Kept(NamedTuple):
 _pairs = itertools.count(1)
 
 
-class Rows:
-    """A call's results by name, per token."""
-
-    def __init__(self, arrays: dict[str, jax.Array], target: jax.Array, outputs: tuple[str, ...], *, ignore_index: int, **options: Any):
-        inputs = {"hidden": arrays["hidden"], "weight": arrays["weight"], "target": target}
-        inputs |= {name: arrays[name] for name in _OPTIONAL if name in arrays}
-        layer, given = _layer.layer_of(inputs, outputs=outputs, ignore_index=ignore_index, **options)
-        self._results = dict(zip(layer.forward_results, rows(layer, *given), strict=True))
-        classes = layer.ranks * arrays["weight"].shape[1 if layer.hidden_major else 0]
-        self._valid = _targets.valid_rows(target, classes, ignore_index, arrays.get("temperature"))
-        self._named = layer.named
-        self._token_weight, self._num_valid_tokens = arrays.get("token_weight"), arrays.get("num_valid_tokens")
-
-    def outputs(self, names: tuple[str, ...], reduction: str) -> tuple[jax.Array, ...]:
-        return tuple(self._output(name, reduction) for name in names)
-
-    def _output(self, name: str, reduction: str) -> jax.Array:
-        made = self._results[name]
-        if name == "loss":
-            return _targets.reduced(made, self._valid, reduction, self._token_weight, self._num_valid_tokens)
-        return jax.lax.stop_gradient(made) if name == "teacher_logprobs" and not self._named else made
+def results_of(
+    arrays: dict[str, jax.Array], target: jax.Array, outputs: tuple[str, ...], *, ignore_index: int, **options: Any
+) -> dict[str, jax.Array]:
+    """A call's results by name, per token, and what a reduction reads beside: `valid` rows, and with class weights `weight_of_label` and
+    `z_losses`."""
+    inputs = {"hidden": arrays["hidden"], "weight": arrays["weight"], "target": target}
+    inputs |= {name: arrays[name] for name in _OPTIONAL if name in arrays}
+    dft, z_loss = options.get("dft") is True, options.get("z_loss")
+    written = tuple(name for name in _calls.OUTPUTS if name in outputs or (dft and name == "logprobs"))
+    layer, given = _layer.layer_of(inputs, outputs=written, ignore_index=ignore_index, **options)
+    made = dict(zip(layer.forward_results, rows(layer, *given), strict=True))
+    if "teacher_logprobs" in made and not layer.named:
+        made["teacher_logprobs"] = jax.lax.stop_gradient(made["teacher_logprobs"])
+    classes = layer.ranks * arrays["weight"].shape[1 if layer.hidden_major else 0]
+    made["valid"] = _targets.valid_rows(target, classes, ignore_index, arrays.get("temperature"))
+    if "class_weight" in arrays:
+        weights = arrays["class_weight"].astype(jnp.float32)
+        if layer.axis_name:
+            made["weight_of_label"] = _sharded.weights_of_labels(layer, weights, target)
+        else:
+            made["weight_of_label"] = weights[jnp.where(made["valid"], target, 0)]
+        if z_loss:
+            share = jnp.exp(jax.lax.stop_gradient(made["logprobs"])) if dft else 1.0
+            made["z_losses"] = z_loss * made["lse"] ** 2 * share
+    return made
 
 
 def rows(layer: Layer, *inputs: jax.Array) -> tuple[jax.Array, ...]:

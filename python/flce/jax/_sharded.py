@@ -56,6 +56,13 @@ def _turned(layer: Layer, inputs: dict[str, jax.Array]) -> tuple[Layer, dict[str
     return layer._replace(ignore_index=_IGNORED), turned
 
 
+def weights_of_labels(layer: Layer, class_weight: jax.Array, target: jax.Array) -> jax.Array:
+    """The class weight of each token's label, whichever part has it; 0 for a label that is no class."""
+    mine = target - jax.lax.axis_index(layer.axis_name).astype(target.dtype) * class_weight.shape[0]
+    is_mine = (mine >= 0) & (mine < class_weight.shape[0])
+    return jax.lax.psum(jnp.where(is_mine, class_weight[jnp.where(is_mine, mine, 0)], 0.0), layer.axis_name)
+
+
 def forward(layer: Layer, row_bytes: int, _: int, *arrays: jax.Array) -> dict[str, jax.Array]:
     inputs = dict(zip(layer.inputs, arrays, strict=True))
     hidden, weight = arrays[:2]
@@ -72,7 +79,7 @@ def forward(layer: Layer, row_bytes: int, _: int, *arrays: jax.Array) -> dict[st
     place = (jnp.arange(layer.ranks) == jax.lax.axis_index(layer.axis_name)).reshape(-1, *(1 for _ in made["partial_sums"].shape))
     all_sums = jax.lax.psum(jnp.where(place, made["partial_sums"][None], 0.0), layer.axis_name)
     shared = {"all_partial_sums": all_sums.reshape(-1, *tokens), **{name: inputs[name] for name in _OF_MERGE if name in inputs}}
-    outputs = {name: _calls.token_shape(layer, name, tokens) for name in layer.forward_results}
+    outputs = {name: _calls.token_shape(layer, name, tokens) for name in dict.fromkeys((*layer.forward_results, *layer.saved))}
     merged = _calls.call(layer, "merge", _native.MERGE, shared, outputs, size)
     return {name: _calls.as_output(name, merged[name]) for name in outputs} | ({"retained": made["retained"]} if row_bytes else {})
 
