@@ -1,10 +1,13 @@
-"""Stand-ins for losses of JAX's libraries: tokamax's beside the package itself, Levanter's beside its contract written out."""
+"""Stand-ins for losses of JAX's libraries: tokamax's beside the package itself, Levanter's and MaxText's beside their contracts written
+out."""
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -90,3 +93,63 @@ def test_levanters_argmax_and_no_weights() -> None:
     loss, argmax = compat.fused_cross_entropy_loss_and_logsumexp_penalty(x, labels, w, return_argmax=True)
     assert jnp.array_equal(argmax, (x @ w).argmax(-1)) and loss.shape == ()
     assert compat.fused_cross_entropy_loss_and_logsumexp_penalty(x, labels, w, weight=jnp.zeros(128)) == 0
+
+
+# ── The function for MaxText in docs/jax.md ─────────
+
+
+class Held:
+    """A parameter as Flax NNX has it."""
+
+    def __init__(self, array: Any) -> None:
+        self.array = array
+
+    def __getitem__(self, _: Any) -> Any:
+        return self.array
+
+
+def in_maxtexts_place(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The page's function, which stands in its trainer's module afterwards."""
+    trainer = types.ModuleType("maxtext.trainers.pre_train.train")
+    for name in ("maxtext", "maxtext.trainers", "maxtext.trainers.pre_train"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setattr(sys.modules["maxtext.trainers.pre_train"], "train", trainer, raising=False)
+    page = (ROOT / "docs" / "jax.md").read_text()
+    (code,) = (block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "def vocab_tiling_nnx_loss" in block)
+    exec(code, {})
+    return trainer.vocab_tiling_nnx_loss
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_maxtexts_function(tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside whole logits, as MaxText 0.2.5 makes them of a head, a norm of hidden states before it."""
+    function = in_maxtexts_place(monkeypatch)
+    case = cases.case((2, 12))
+    config = types.SimpleNamespace(
+        logits_via_embedding=tied, enable_dropout=False, logits_dot_in_fp32=False, normalize_embedding_logits=True, emb_dim=64,
+        final_logits_soft_cap=4.0, z_loss_multiplier=1e-3,
+    )  # fmt: skip
+    data = {"targets": jnp.maximum(case.labels, 0), "targets_segmentation": (case.labels != cases.IGNORED).astype(jnp.int32)}
+
+    def model_of(weight: Any) -> Any:
+        decoder = types.SimpleNamespace(
+            decoder_norm=jnp.tanh, dropout=lambda hidden, deterministic: hidden, logits_dense=types.SimpleNamespace(kernel=Held(weight.T))
+        )
+        return types.SimpleNamespace(decoder=decoder, token_embedder=types.SimpleNamespace(embedding=Held(weight)))
+
+    def right(hidden: Any, weight: Any) -> Any:
+        logits = jnp.tanh(hidden) @ weight.T
+        if tied:
+            logits = jnp.tanh(logits / jnp.sqrt(64) / 4.0) * 4.0
+        lse = jax.nn.logsumexp(logits, axis=-1)
+        z_losses = 1e-3 * lse**2
+        losses = lse - jnp.take_along_axis(logits, data["targets"][..., None], axis=-1)[..., 0] + z_losses
+        counted = data["targets_segmentation"] != 0
+        return (losses * counted).sum(), (z_losses * counted).sum()
+
+    def of_page(hidden: Any, weight: Any) -> Any:
+        return function(model_of(weight), hidden, data, config, True)
+
+    found, wanted = (jax.value_and_grad(each, (0, 1), has_aux=True)(case.hidden, case.weight) for each in (of_page, right))
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        assert np.allclose(one, other, rtol=1e-4, atol=1e-5)
