@@ -52,6 +52,11 @@ public:
             teacher_ids_ = checked_classes("teacher_ids", {n, spec.teacher_top_k});
             teacher_probs_ = checked("teacher_probs", ScalarType::fp32, {n, spec.teacher_top_k});
         }
+        if (has_teacher_head(spec)) {
+            teacher_hidden_ = checked("teacher_hidden", dtype, {n, spec.teacher_hidden_size});
+            teacher_weight_ = checked("teacher_weight", dtype, weight_shape(teacher_head(spec)));
+        }
+        if (spec.teacher_bias) teacher_bias_ = checked("teacher_bias", dtype, {spec.vocab_size});
         if (spec.bias) bias_ = checked("bias", dtype, {spec.vocab_size});
         if (spec.class_weight) class_weight_ = checked("class_weight", ScalarType::fp32, {spec.vocab_size});
         if (spec.temperature) temperature_ = checked("temperature", ScalarType::fp32, {n});
@@ -73,6 +78,9 @@ public:
         inputs.target = load("target", device, target_, classes_dtype(target_));
         if (teacher_ids_) inputs.teacher_ids = load("teacher_ids", device, teacher_ids_, classes_dtype(teacher_ids_));
         if (teacher_probs_) inputs.teacher_probs = load("teacher_probs", device, teacher_probs_, ScalarType::fp32);
+        if (teacher_hidden_) inputs.teacher_hidden = load("teacher_hidden", device, teacher_hidden_, dtype);
+        if (teacher_weight_) inputs.teacher_weight = load("teacher_weight", device, teacher_weight_, dtype);
+        if (teacher_bias_) inputs.teacher_bias = load("teacher_bias", device, teacher_bias_, dtype);
         if (bias_) inputs.bias = load("bias", device, bias_, dtype);
         if (class_weight_) inputs.class_weight = load("class_weight", device, class_weight_, ScalarType::fp32);
         if (temperature_) inputs.temperature = load("temperature", device, temperature_, ScalarType::fp32);
@@ -170,13 +178,14 @@ private:
     SafetensorsSet files_;
     const Spec& spec_;
     SafetensorsSet::Found hidden_, weight_, target_, bias_, class_weight_, temperature_, token_weight_, teacher_ids_, teacher_probs_;
+    SafetensorsSet::Found teacher_hidden_, teacher_weight_, teacher_bias_;
     SafetensorsSet::Found grad_weight_, grad_bias_;
 };
 
 void write_outputs(const std::filesystem::path& path, const LayerOutputs& outputs) {
     std::vector<std::vector<std::byte>> storage;
     std::vector<TensorToWrite> tensors;
-    storage.reserve(11);  // spans into it stay valid
+    storage.reserve(14);  // spans into it stay valid
     const auto add = [&](const char* name, const Tensor& tensor) {
         if (!tensor.view.present) return;
         const std::byte* data = static_cast<const std::byte*>(tensor.view.data);
@@ -193,6 +202,9 @@ void write_outputs(const std::filesystem::path& path, const LayerOutputs& output
     add("top1", outputs.top1);
     add("log_sum_sq_probs", outputs.log_sum_sq_probs);
     add("teacher_logprobs", outputs.teacher_logprobs);
+    add("teacher_lse", outputs.teacher_lse);
+    add("teacher_entropy", outputs.teacher_entropy);
+    add("student_divergence", outputs.student_divergence);
     add("grad_hidden", outputs.grad_hidden);
     add("grad_weight", outputs.grad_weight);
     add("grad_bias", outputs.grad_bias);

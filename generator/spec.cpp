@@ -52,12 +52,45 @@ constexpr int kMostTeacherTopK = 1024;
 /// Option values reach the kernels as fp32, so they have to exist there.
 bool fits_fp32(double value) { return std::isfinite(value) && std::abs(value) <= FLT_MAX && (value == 0.0 || std::abs(value) >= FLT_MIN); }
 
-void check_options(const Spec& s) {
-    if (!fits_fp32(s.logit_scale) || s.logit_scale == 0.0) refuse("logit_scale", s.logit_scale, "finite in fp32 and not 0");
+void check_logits(std::string_view of, double logit_scale, double softcap) {
+    if (!fits_fp32(logit_scale) || logit_scale == 0.0) refuse(fmt::format("{}logit_scale", of), logit_scale, "finite in fp32 and not 0");
     // A subnormal softcap has no reciprocal in fp32.
-    if (!fits_fp32(s.softcap) || s.softcap < 0.0 || (s.softcap != 0.0 && !fits_fp32(1.0 / s.softcap))) {
-        refuse("softcap", s.softcap, "0 (off) or above 0, finite in fp32 and so its reciprocal");
+    if (!fits_fp32(softcap) || softcap < 0.0 || (softcap != 0.0 && !fits_fp32(1.0 / softcap))) {
+        refuse(fmt::format("{}softcap", of), softcap, "0 (off) or above 0, finite in fp32 and so its reciprocal");
     }
+}
+
+/// A divergence has no target, and its teacher's head is a whole one.
+void check_teacher_head(const Spec& s) {
+    if (!has_teacher_head(s)) {
+        constexpr std::string_view kNeedsHead = "left out where there is no teacher_hidden_size";
+        if (s.divergence_beta != 0.0) refuse("divergence_beta", s.divergence_beta, kNeedsHead);
+        if (s.teacher_bias) refuse("teacher_bias", true, kNeedsHead);
+        if (s.teacher_logit_scale != 1.0) refuse("teacher_logit_scale", s.teacher_logit_scale, kNeedsHead);
+        if (s.teacher_softcap != 0.0) refuse("teacher_softcap", s.teacher_softcap, kNeedsHead);
+        return;
+    }
+    if (s.teacher_hidden_size < 8 || s.teacher_hidden_size % 8 != 0 || s.teacher_hidden_size > kMostSize) {
+        refuse("teacher_hidden_size", s.teacher_hidden_size, "0 (none), or a multiple of 8 from 8 to 2^30 (rows of 16 bytes)");
+    }
+    if (!(s.divergence_beta >= 0.0 && s.divergence_beta <= 1.0)) refuse("divergence_beta", s.divergence_beta, "from 0 to 1");
+    check_logits("teacher_", s.teacher_logit_scale, s.teacher_softcap);
+    constexpr std::string_view kNoTarget = "left out where there is a teacher_hidden_size, whose divergence has no target";
+    if (s.label_smoothing != 0.0) refuse("label_smoothing", s.label_smoothing, kNoTarget);
+    if (s.z_loss != 0.0) refuse("z_loss", s.z_loss, kNoTarget);
+    if (s.class_weight) refuse("class_weight", true, kNoTarget);
+    if (s.dft) refuse("dft", true, kNoTarget);
+    if (s.teacher_top_k != 0) refuse("teacher_top_k", s.teacher_top_k, "0 where there is a teacher_hidden_size: one teacher a layer");
+    if (is_shard(s)) refuse("whole_vocab_size", s.whole_vocab_size, "0 where there is a teacher_hidden_size: both heads are whole");
+    if (s.batch_invariant) refuse("batch_invariant", true, "false where there is a teacher_hidden_size");
+    if (rounds_weight(s)) refuse("weight_dtype", to_string(weight_dtype(s)), "the dtype where there is a teacher_hidden_size");
+    if (!s.outputs.loss || s.outputs.logprobs || s.outputs.top1 || s.outputs.log_sum_sq_probs) {
+        refuse("outputs", "(others)", "loss, and beside it lse and entropy, where there is a teacher_hidden_size");
+    }
+}
+
+void check_options(const Spec& s) {
+    check_logits("", s.logit_scale, s.softcap);
     if (!(s.label_smoothing >= 0.0 && s.label_smoothing <= 1.0)) refuse("label_smoothing", s.label_smoothing, "from 0 to 1");
     if (!(s.z_loss >= 0.0 && s.z_loss <= FLT_MAX)) refuse("z_loss", s.z_loss, "at least 0 and finite in fp32");
     if (s.outputs == Outputs{.loss = false}) {
@@ -126,7 +159,9 @@ Spec Spec::normalized() const {
     if (s.weight_dtype == s.dtype) s.weight_dtype.reset();
     if (s.grad_hidden_dtype == s.dtype) s.grad_hidden_dtype.reset();
     check_options(s);
-    for (double Spec::* value : {&Spec::softcap, &Spec::label_smoothing, &Spec::z_loss, &Spec::hard_weight})
+    check_teacher_head(s);
+    for (double Spec::* value :
+         {&Spec::softcap, &Spec::label_smoothing, &Spec::z_loss, &Spec::hard_weight, &Spec::divergence_beta, &Spec::teacher_softcap})
         s.*value += 0.0;  // −0 becomes 0
     return s;
 }
@@ -156,6 +191,17 @@ Spec parse_spec(std::string_view text) {
 }
 
 bool is_shard(const Spec& spec) noexcept { return spec.whole_vocab_size != 0; }
+
+bool has_teacher_head(const Spec& spec) noexcept { return spec.teacher_hidden_size != 0; }
+
+Spec teacher_head(const Spec& spec) {
+    Spec head{.hidden_size = spec.teacher_hidden_size, .vocab_size = spec.vocab_size, .dtype = spec.dtype, .layout = spec.layout};
+    head.bias = spec.teacher_bias;
+    head.temperature = spec.temperature;
+    head.logit_scale = spec.teacher_logit_scale;
+    head.softcap = spec.teacher_softcap;
+    return head.normalized();
+}
 
 std::int64_t whole_vocab_size(const Spec& spec) noexcept { return is_shard(spec) ? spec.whole_vocab_size : spec.vocab_size; }
 
@@ -199,12 +245,13 @@ std::size_t SpecHash::operator()(const Spec& s) const noexcept {
                              static_cast<std::uint64_t>(s.grad_weight_dtype), static_cast<std::uint64_t>(s.grad_weight_mode)}) {
         bits = bits << 4 | field;
     }
-    for (const bool flag : {s.tied, s.bias, s.class_weight, s.temperature, s.token_weight, s.batch_invariant, s.dft, s.outputs.loss,
-                            s.outputs.lse, s.outputs.logprobs, s.outputs.entropy, s.outputs.top1, s.outputs.log_sum_sq_probs}) {
+    for (const bool flag :
+         {s.tied, s.bias, s.class_weight, s.temperature, s.token_weight, s.batch_invariant, s.dft, s.teacher_bias, s.outputs.loss,
+          s.outputs.lse, s.outputs.logprobs, s.outputs.entropy, s.outputs.top1, s.outputs.log_sum_sq_probs}) {
         bits = bits << 1 | static_cast<std::uint64_t>(flag);
     }
     auto real = [](double value) { return std::bit_cast<std::uint64_t>(value + 0.0); };  // 0 and −0 are equal
-    const std::array<std::uint64_t, 11> words = {static_cast<std::uint64_t>(s.hidden_size),
+    const std::array<std::uint64_t, 15> words = {static_cast<std::uint64_t>(s.hidden_size),
                                                  static_cast<std::uint64_t>(s.vocab_size),
                                                  static_cast<std::uint64_t>(s.padded_vocab_size),
                                                  static_cast<std::uint64_t>(s.whole_vocab_size),
@@ -214,7 +261,11 @@ std::size_t SpecHash::operator()(const Spec& s) const noexcept {
                                                  real(s.label_smoothing),
                                                  real(s.z_loss),
                                                  static_cast<std::uint64_t>(s.teacher_top_k),
-                                                 real(s.hard_weight)};
+                                                 real(s.hard_weight),
+                                                 static_cast<std::uint64_t>(s.teacher_hidden_size),
+                                                 real(s.divergence_beta),
+                                                 real(s.teacher_logit_scale),
+                                                 real(s.teacher_softcap)};
     return XXH3_64bits(words.data(), sizeof(words));
 }
 

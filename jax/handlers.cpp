@@ -349,10 +349,7 @@ auto on_cuda() {
 FLCE_JAX_PASS(forward);
 FLCE_JAX_PASS(merge);
 FLCE_JAX_PASS(backward);
-XLA_FFI_DEFINE_HANDLER_SYMBOL(flce_jax_cuda_prepare, flce::xla_calls::prepare_on_cuda,
-                              xla::ffi::Ffi::Bind<xla::ffi::ExecutionStage::kInitialize>()
-                                  .Ctx<xla::ffi::DeviceOrdinal>()
-                                  .Attrs()
-                                  .RemainingArgs()
-                                  .RemainingRets());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    flce_jax_cuda_prepare, flce::xla_calls::prepare_on_cuda,
+    xla::ffi::Ffi::Bind<xla::ffi::ExecutionStage::kInitialize>().Ctx<xla::ffi::DeviceOrdinal>().Attrs().RemainingArgs().RemainingRets());
 #pragma GCC visibility pop

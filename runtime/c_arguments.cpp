@@ -188,6 +188,8 @@ const char* name_of(Extent extent) {
         case Extent::hidden: return "hidden";
         case Extent::weight: return "weight";
         case Extent::teacher: return "teacher";
+        case Extent::teacher_hidden: return "teacher_hidden";
+        case Extent::teacher_weight: return "teacher_weight";
         case Extent::partial_sums: return "partial_sums";
         case Extent::all_partial_sums: return "all_partial_sums";
     }

@@ -97,6 +97,11 @@ struct CallSizes {
         case Extent::hidden: return {2, sizes.num_tokens, spec.hidden_size, "[num_tokens, hidden_size]"};
         case Extent::weight: return weight_shape(spec, sizes);
         case Extent::teacher: return {2, sizes.num_tokens, spec.teacher_top_k, "[num_tokens, teacher_top_k]"};
+        case Extent::teacher_hidden: return {2, sizes.num_tokens, spec.teacher_hidden_size, "[num_tokens, teacher_hidden_size]"};
+        case Extent::teacher_weight:
+            if (spec.layout == WeightLayout::vocab_major)
+                return {2, spec.vocab_size, spec.teacher_hidden_size, "[vocab_size, teacher_hidden_size]"};
+            return {2, spec.teacher_hidden_size, spec.vocab_size, "[teacher_hidden_size, vocab_size]"};
         case Extent::partial_sums: return {2, shard_fields(spec).count, sizes.num_tokens, "[partial_sum_fields, num_tokens]"};
         case Extent::all_partial_sums: break;
     }
@@ -104,7 +109,11 @@ struct CallSizes {
 }
 
 /// Bytes; 0: the elements' own. Rows are read with vector loads and bulk copies.
-[[nodiscard]] constexpr std::int64_t alignment_of(Extent extent) { return extent == Extent::hidden || extent == Extent::weight ? 16 : 0; }
+[[nodiscard]] constexpr std::int64_t alignment_of(Extent extent) {
+    const bool operand =
+        extent == Extent::hidden || extent == Extent::weight || extent == Extent::teacher_hidden || extent == Extent::teacher_weight;
+    return operand ? 16 : 0;
+}
 
 [[nodiscard]] inline bool holds(Condition condition, const Spec& spec, Reduction reduction) {
     switch (condition) {
@@ -114,6 +123,8 @@ struct CallSizes {
         case Condition::temperature: return spec.temperature;
         case Condition::token_weight: return spec.token_weight;
         case Condition::teacher: return spec.teacher_top_k > 0;
+        case Condition::teacher_head: return has_teacher_head(spec);
+        case Condition::teacher_bias: return spec.teacher_bias;
         case Condition::loss: return spec.outputs.loss;
         case Condition::lse: return spec.outputs.lse;
         case Condition::logprobs: return spec.outputs.logprobs;
@@ -137,6 +148,8 @@ struct CallSizes {
         case Condition::temperature: return "the spec has no temperature";
         case Condition::token_weight: return "the spec has no token_weight";
         case Condition::teacher: return "the spec has no teacher_top_k";
+        case Condition::teacher_head: return "the spec has no teacher_hidden_size";
+        case Condition::teacher_bias: return "the spec has no teacher_bias";
         case Condition::loss: return "spec.outputs has no loss";
         case Condition::lse: return "spec.outputs has no lse";
         case Condition::logprobs: return "spec.outputs has no logprobs";

@@ -9,7 +9,9 @@ namespace flce {
 /// alike.
 struct CallRequests {
     PlanRequest first;  ///< scratch as the options have it, less where the limit leaves less
-    PlanRequest wide;   ///< for a layer that retains nothing: scratch as large as the limit allows. Equal to `first` where that is no more
+    PlanRequest
+        wide;  ///< for a layer that retains nothing, and for a divergence: scratch as large as the limit allows and is of use. Equal
+               ///< to `first` where that is no more
     friend bool operator==(const CallRequests&, const CallRequests&) = default;
 };
 

@@ -51,6 +51,9 @@ public:
         if (args.grad_entropy.present && spec_.outputs.entropy && !args.entropy.present) {
             checks_.fail("entropy is absent; grad_entropy needs it as forward wrote it");
         }
+        if (has_teacher_head(spec_) && (args.grad_lse.present || args.grad_entropy.present)) {
+            checks_.fail("grad_lse or grad_entropy is given; beside a divergence lse and entropy have no gradient");
+        }
         if (spec_.dft && spec_.outputs.loss && !args.logprobs.present) {
             checks_.fail("logprobs is absent; the spec has dft, which needs it as forward wrote it");
         }
@@ -174,8 +177,8 @@ private:
         const CallTensor& tensor = kCallTensors[which];
         const bool optional = use == Use::may_read || use == Use::may_write;
         if (optional && !view.present && view.data == nullptr) return;  // most of a call's are
-        if (use == Use::none) return checks_.absent(view, tensor.name, "the spec is a shard's; Kernel::merge writes it");
         if (!holds(tensor.condition, spec_, sizes_.reduction)) return checks_.absent(view, tensor.name, why_not(tensor.condition));
+        if (use == Use::none) return checks_.absent(view, tensor.name, "the spec is a shard's; Kernel::merge writes it");
         const bool written = use == Use::write || use == Use::may_write;
         slots_[which] = checks_.tensor(view, optional ? Presence::optional : Presence::required,
                                        {tensor.name, types_of(tensor.elements, spec_), shape_of(tensor.extent, spec_, sizes_),

@@ -196,7 +196,9 @@ struct Session::State {
             return chosen;
         };
         ChosenPlan first = answer(requests.first);
-        return requests.wide == requests.first || retains(first.answer.plan) ? first : answer(requests.wide);
+        // A divergence gains more from scratch than from as many bytes of retained logits.
+        const bool narrow = retains(first.answer.plan) && !has_teacher_head(normalized);
+        return requests.wide == requests.first || narrow ? first : answer(requests.wide);
     }
 
     [[nodiscard]] BuildRequest build_request(const Spec& normalized, const Device& device, DeviceRef ref, const std::string& plan,

@@ -24,7 +24,7 @@ declare -A groups=(
     [ranks]="tensor_parallel* pipeline compat_parallel"
     [engine_ranks]="engine_*_ranks"
     [trainers]="trl* torchtitan megatron* zero3 sentence_transformers"
-    [examples]="engine_examples* grpo_example retrieval_example"
+    [examples]="engine_examples* grpo_example retrieval_example distill_example"
     [jax]="jax*"
 )
 # A file is of the last of these groups that names it.

@@ -7,6 +7,7 @@
 
 #include "flce/error.hpp"
 #include "generator/cpu/code.hpp"
+#include "templates/common/divergence_math.cuh"
 
 namespace flce {
 namespace {
@@ -48,7 +49,7 @@ std::int64_t panel_bytes(const CpuPlan& plan, std::int64_t rows, std::int64_t de
     return 4 * round_up(rows, row_step(plan)) * depth_units(plan, depth);
 }
 
-SlotLayout slot_layout(const CpuPlan& plan) {
+SlotLayout slot_layout(const Spec& spec, const CpuPlan& plan) {
     Arena arena;
     SlotLayout slot;
     slot.tile = arena.take(std::int64_t{4} * round_up(plan.block_m, row_step(plan)) * plan.block_n);
@@ -56,6 +57,10 @@ SlotLayout slot_layout(const CpuPlan& plan) {
     slot.bias = arena.take(std::int64_t{4} * plan.block_n);
     slot.class_weight = arena.take(std::int64_t{4} * plan.block_n);
     slot.sums = arena.take(round_up(plan.block_m, row_step(plan)) * static_cast<std::int64_t>(sizeof(RowSums)));
+    if (has_teacher_head(spec)) {
+        slot.teacher_tile = arena.take(std::int64_t{4} * round_up(plan.block_m, row_step(plan)) * plan.block_n);
+        slot.teacher_bias = arena.take(std::int64_t{4} * plan.block_n);
+    }
     slot.bytes = round_up(arena.bytes(), 4096);
     return slot;
 }
@@ -66,13 +71,15 @@ CpuForwardLayout place_forward(const Spec& spec, const Plan& plan, std::int64_t 
     l.row_blocks = even_blocks(num_tokens, largest_rows, row_step(p));
     l.strips = fixed_blocks(spec.vocab_size, p.block_n);
     l.strip_groups = even_blocks(l.strips.count, ceil_div(l.strips.count, kStripGroups), 1);
-    l.slot = slot_layout(p);
+    l.slot = slot_layout(spec, p);
     l.slots = slots;
     const std::int64_t rows = std::min(num_tokens, largest_rows);
+    const std::size_t sums = has_teacher_head(spec) ? sizeof(DivergenceSums) : sizeof(RowSums);
     Arena arena;
     l.slot_offset = arena.take(l.slots * l.slot.bytes);
     l.hidden_panels = arena.take(panel_bytes(p, rows, spec.hidden_size));
-    l.partial_sums = arena.take(l.strip_groups.count * round_up(rows, row_step(p)) * static_cast<std::int64_t>(sizeof(RowSums)));
+    if (has_teacher_head(spec)) l.teacher_panels = arena.take(panel_bytes(p, rows, spec.teacher_hidden_size));
+    l.partial_sums = arena.take(l.strip_groups.count * round_up(rows, row_step(p)) * static_cast<std::int64_t>(sums));
     l.row_losses = arena.take(8 * rows);
     l.bytes = arena.bytes();
     return l;
@@ -84,7 +91,7 @@ CpuBackwardLayout place_backward(const Spec& spec, const Plan& plan, std::int64_
     CpuBackwardLayout l;
     l.row_blocks = even_blocks(num_tokens, largest_rows, row_step(p));
     l.chunks = even_blocks(spec.vocab_size, largest_chunk, chunk_step(spec, p));
-    l.slot = slot_layout(p);
+    l.slot = slot_layout(spec, p);
     l.slots = slots;
     const std::int64_t rows = round_up(std::min(num_tokens, largest_rows), row_step(p));
     const std::int64_t chunk = round_up(l.chunks.size, p.block_n);
@@ -95,6 +102,7 @@ CpuBackwardLayout place_backward(const Spec& spec, const Plan& plan, std::int64_
     };
     l.slot_offset = arena.take(l.slots * l.slot.bytes);
     l.hidden_panels = arena.take(panel_bytes(p, rows, spec.hidden_size));
+    if (has_teacher_head(spec)) l.teacher_panels = arena.take(panel_bytes(p, rows, spec.teacher_hidden_size));
     l.grad_rows = arena.take(rows * static_cast<std::int64_t>(sizeof(GradRow)));
     l.dlogits_rows = twice(panel_bytes(p, rows, chunk), l.dlogits_rows_stride);
     l.dlogits_columns = twice(4 * chunk * depth_units(p, rows), l.dlogits_columns_stride);
@@ -119,7 +127,7 @@ std::int64_t most_slots(const Spec& spec, const Plan& plan) {
     if (plan.scratch_bytes < least) {
         throw PlanError(fmt::format("scratch_bytes = {}: the CPU's smallest blocks need {} bytes", plan.scratch_bytes, least));
     }
-    return 1 + (plan.scratch_bytes - least) / 4 / slot_layout(plan.cpu).bytes;
+    return 1 + (plan.scratch_bytes - least) / 4 / slot_layout(spec, plan.cpu).bytes;
 }
 
 }  // namespace

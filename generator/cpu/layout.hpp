@@ -31,6 +31,8 @@ struct SlotLayout {
     std::int64_t bias = 0;          ///< fp32 [block_n]
     std::int64_t class_weight = 0;  ///< fp32 [block_n]
     std::int64_t sums = 0;          ///< RowSums [block_m]
+    std::int64_t teacher_tile = 0;  ///< where the spec has a teacher's head: fp32 [block_m, block_n]
+    std::int64_t teacher_bias = 0;  ///< and fp32 [block_n]
     std::int64_t bytes = 0;
 };
 
@@ -42,8 +44,9 @@ struct CpuForwardLayout {
     std::int64_t slots = 0;
     std::int64_t slot_offset = 0;
     std::int64_t hidden_panels = 0;  ///< A of the logits, a row block
-    std::int64_t partial_sums = 0;   ///< RowSums [strip_groups, rows]
-    std::int64_t row_losses = 0;     ///< fp32 [2, rows]: cross entropies and z-losses
+    std::int64_t teacher_panels = 0;
+    std::int64_t partial_sums = 0;  ///< RowSums [strip_groups, rows]; DivergenceSums where there is a teacher's head
+    std::int64_t row_losses = 0;    ///< fp32 [2, rows]: cross entropies and z-losses
     std::int64_t bytes = 0;
 };
 
@@ -54,6 +57,7 @@ struct CpuBackwardLayout {
     std::int64_t slots = 0;
     std::int64_t slot_offset = 0;
     std::int64_t hidden_panels = 0;        ///< A of the logits, a row block
+    std::int64_t teacher_panels = 0;       ///< where the spec has a teacher's head
     std::int64_t grad_rows = 0;            ///< GradRow [rows]
     std::int64_t dlogits_rows = 0;         ///< A of grad_hidden, for each of two steps in flight
     std::int64_t dlogits_columns = 0;      ///< A of grad_weight, for each of two steps in flight

@@ -171,7 +171,7 @@ def linear_cross_entropy(hidden: Any, weight: _Head, target: Any, **options: Any
             Not with sequence_parallel or reduce_dtype.
 
     Several hidden states on one weight (multi-token prediction, deep supervision): hidden is a list, target a list of targets or one that
-    all have, and rows of all of them are one call, so that weight is read and its gradient written once. reduction, num_valid_tokens,
+    all have, and rows of all of them are one call, so that weight is read and its gradient written once. num_valid_tokens,
     temperature, token_weight, shift and cu_seqlens are one for all, or a list. One target takes a list of shifts: [1, 2] where depth d
     predicts the label 1 + d positions on, [0, 0] where all predict the same.
     Hidden states are local tensors; with sequence_parallel their tokens lie in one dimension. class_weight and a mean go with z_loss or

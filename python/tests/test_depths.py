@@ -231,6 +231,7 @@ def test_refusals_name_the_depth() -> None:
     refused(flce.ArgumentError, "a depth has no token_weight", reduction="weighted_mean")
     refused(flce.ArgumentError, "class_weight is given with z_loss=0.1", class_weight=torch.ones(V), z_loss=0.1)
     refused(flce.ShapeError, r"target\[1\] has shape \[2, 5\]", hidden, weight, [targets[0], targets[0], targets[2]])
+    refused(flce.DTypeError, r"token_weight\[0\] is a float; it must be a tensor", token_weight=2.0)
     refused(flce.ShapeError, r"token_weight\[0\] has shape \[9\]", token_weight=[torch.ones(9), None, None])
     refused(flce.ShapeError, r"hidden\[1\] has shape \[2, 5, 16\]", [one, one[..., :16]], weight, [targets[0]] * 2)
     refused(flce.DTypeError, r"hidden\[1\] has dtype torch.bfloat16", [one, one.bfloat16()], weight, [targets[0]] * 2)

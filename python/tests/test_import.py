@@ -101,7 +101,7 @@ FLOORS = (
     {"core", "errors", "budget"},
     {"call"},
     {"parallel"},
-    {"functional", "contrastive", "loss", "lm_head", "pipeline", "kernels", "jobs", "plans", "jax", "_command"},
+    {"functional", "contrastive", "divergence", "loss", "lm_head", "pipeline", "kernels", "jobs", "plans", "jax", "_command"},
     {"adapters", "compat", "huggingface", "megatron", "torchtitan", "trl"},
     {"engine"},
     {"bench"},

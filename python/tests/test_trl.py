@@ -27,6 +27,7 @@ import trl.kernels  # noqa: E402
 import trl.kernels.chunked_logprob  # noqa: E402
 import trl.trainer.utils  # noqa: E402
 import trl_support  # noqa: E402
+from trl.kernels.chunked_divergence import ChunkedDivergenceFunction as OwnDivergence  # noqa: E402
 from trl.kernels.chunked_logprob import OPTIONAL_OUTPUTS  # noqa: E402
 from trl.kernels.chunked_logprob import ChunkedLogProbFunction as Own  # noqa: E402
 
@@ -383,13 +384,38 @@ def test_a_trainer_made_before_is_patched_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_divergence_of_whole_softmaxes_stays_trls_own(tmp_path: Path) -> None:
-    expected = trl_support.train(trl_support.distillation(tmp_path / "own"))
+@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
+def test_a_divergence_of_whole_softmaxes(beta: float, tmp_path: Path) -> None:
+    """DistillationTrainer: ten steps are TRL's own within fp32 rounding."""
+    expected = trl_support.train(trl_support.distillation(tmp_path / "own", beta=beta))
     before = called()
     with flce.trl.patch():
-        actual = trl_support.train(trl_support.distillation(tmp_path / "flce"))
-    assert called() == before
-    assert actual.losses == expected.losses
+        actual = trl_support.train(trl_support.distillation(tmp_path / "flce", beta=beta))
+    assert called() == {"fused": before["fused"] + trl_support.STEPS, "own": before["own"]}
+    trl_support.compare(actual, expected)
+
+
+def test_the_divergences_arguments_are_trls() -> None:
+    """All twelve of them, values and gradients, beside TRL's own function; and what stays TRL's."""
+    draw = torch.Generator().manual_seed(3)
+    student, teacher = torch.randn(21, 16, generator=draw), torch.randn(21, 24, generator=draw)
+    weight, of_teacher = torch.randn(64, 16, generator=draw), torch.randn(70, 24, generator=draw)  # padded further
+    biases = torch.randn(64, generator=draw), torch.randn(70, generator=draw)
+    for dtype, bound in ((torch.float32, 1e-5), (torch.bfloat16, 1e-2)):
+        for beta, formula in ((0.0, ()), (0.4, (1.5, 0.7, 5.0, 0.6, 6.0)), (1.0, (0.5,))):
+            made = []
+            for function in (OwnDivergence, flce.trl.ChunkedDivergenceFunction):
+                leaves = [each.to(dtype).requires_grad_() for each in (student, weight, biases[0])]
+                fixed = [each.to(dtype) for each in (teacher, of_teacher, biases[1])]
+                divergence, entropy = function.apply(*leaves, *fixed, beta, *formula)
+                assert not entropy.requires_grad
+                made.append((divergence, entropy, *torch.autograd.grad((divergence * torch.arange(21)).sum(), leaves)))
+            for found, expected in zip(*made[::-1], strict=True):
+                assert (found - expected).norm() <= bound * expected.norm() and found.dtype is expected.dtype
+    before = called()
+    flce.trl.ChunkedDivergenceFunction.apply(student.double(), weight.double(), None, teacher.double(), of_teacher.double(), None, 0.0)
+    flce.trl.ChunkedDivergenceFunction.apply(student, weight, None, teacher.bfloat16(), of_teacher.bfloat16(), None, 0.0)
+    assert called()["own"] == before["own"] + 2
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -4,7 +4,9 @@
 // once a step.
 #include <algorithm>
 #include <cstring>
+#include <optional>
 
+#include "runtime/cpu/divergence.hpp"
 #include "runtime/cpu/passes.hpp"
 #include "runtime/cpu/teacher.hpp"
 
@@ -51,7 +53,10 @@ public:
           options_(call.loss_options()),
           teacher_(call),
           divisors_(call.mean_divisors()),
-          retained_(cpu_retained(context.plan, call.num_tokens(), call.vocab_columns(), call.value(Slot::retained_bytes))) {}
+          retained_(cpu_retained(context.plan, call.num_tokens(), call.vocab_columns(),
+                                 has_teacher_head(spec_) ? 0 : call.value(Slot::retained_bytes))) {
+        if (has_teacher_head(spec_)) divergence_.emplace(call);
+    }
 
     void run() {
         // Both gradients go along with each other, chunk by chunk.
@@ -82,6 +87,9 @@ private:
 
     // Places of a step's results.
     [[nodiscard]] PackedA hidden_panels() const { return {workspace_ + layout_.hidden_panels, depth_units(plan_, spec_.hidden_size)}; }
+    [[nodiscard]] PackedA teacher_panels() const {
+        return {workspace_ + layout_.teacher_panels, depth_units(plan_, spec_.teacher_hidden_size)};
+    }
     [[nodiscard]] PackedA dlogits_rows(const Step& s) const {
         return {workspace_ + layout_.dlogits_rows + s.index % 2 * layout_.dlogits_rows_stride, depth_units(plan_, s.columns)};
     }
@@ -95,7 +103,10 @@ private:
     [[nodiscard]] bool wants(Slot gradient) const { return call_.has(gradient); }
 
     void prepare(const Step& s, bool new_rows) const {
-        if (new_rows) pack_hidden_rows(context_, call_, hidden_panels(), s.token, s.rows);
+        if (new_rows) {
+            pack_hidden_rows(context_, call_, Slot::hidden, hidden_panels(), s.token, s.rows);
+            if (divergence_) pack_hidden_rows(context_, call_, Slot::teacher_hidden, teacher_panels(), s.token, s.rows);
+        }
         for (std::int64_t i = 0; i < padded_rows(s.rows); ++i) {
             grad_rows()[i] = i < s.rows ? grad_row(s.token + i, s.vocab) : kInertRow;
         }
@@ -166,8 +177,12 @@ private:
             multiply_tile(code_, plan_, hidden_panels(), weight_for_logits(context_, call_, s.vocab + range.column), strip,
                           spec_.hidden_size, slot.b_block, slot.tile);
         }
-        code_.backward_tile(slot.tile, ld, rows, range.columns, ld, slot.bias, slot.class_weight, context_.transform_parameters.data(),
-                            grad_rows() + range.row, range.column);
+        if (divergence_) {
+            differentiate_divergence(slot, s, range, rows);
+        } else {
+            code_.backward_tile(slot.tile, ld, rows, range.columns, ld, slot.bias, slot.class_weight, context_.transform_parameters.data(),
+                                grad_rows() + range.row, range.column);
+        }
         if (teacher_.present()) subtract_teacher(slot.tile, s, range);
         if (wants(Slot::grad_hidden)) {
             const PackedA packed = dlogits_rows(s);
@@ -185,6 +200,21 @@ private:
         }
         if (wants(Slot::grad_bias)) {
             code_.column_sums(slot.tile, ld, range.rows, range.columns, column_sums(s, row_tile) + range.column);
+        }
+    }
+
+    /// The student's tile of hidden · weightᵀ becomes its gradient, 0 beyond the range.
+    void differentiate_divergence(const WorkerSlot& slot, const Step& s, const TileRange& range, std::int64_t rows) const {
+        TileRange strip = range;
+        strip.column = 0;
+        multiply_tile(code_, plan_, teacher_panels(), teacher_weight_for_logits(context_, call_, s.vocab + range.column), strip,
+                      spec_.teacher_hidden_size, slot.b_block, slot.teacher_tile);
+        for (std::int64_t i = 0; i < rows; ++i) {
+            float* row = slot.tile + i * plan_.block_n;
+            const GradRow& of_row = grad_rows()[range.row + i];
+            const std::int64_t columns = i < range.rows && of_row.target != GradRow::kIgnored ? range.columns : 0;
+            if (columns > 0) divergence_->differentiate(slot, of_row, s.token + range.row + i, i * plan_.block_n, columns);
+            std::fill(row + columns, row + plan_.block_n, 0.F);
         }
     }
 
@@ -332,6 +362,7 @@ private:
     const CpuTeacher teacher_;
     const MeanDivisors divisors_;
     const CpuRetained retained_;
+    std::optional<CpuDivergence> divergence_;
 };
 
 }  // namespace

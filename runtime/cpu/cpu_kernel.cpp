@@ -86,7 +86,7 @@ private:
     void run(Pass pass, const std::int64_t* slots, Stream) const override {
         const CpuCall call(spec(), slots);
         switch (pass) {
-            case Pass::forward: return run_cpu_forward(context_, call);
+            case Pass::forward: return (has_teacher_head(spec()) ? run_cpu_divergence : run_cpu_forward)(context_, call);
             case Pass::merge: return run_cpu_merge(call);
             default: return run_cpu_backward(context_, call);
         }
@@ -100,6 +100,7 @@ private:
 
     std::int64_t retained_bytes_of(std::int64_t num_tokens, RetainedPlace place, std::int64_t vocab_columns) const override {
         if (place == RetainedPlace::own) return num_tokens * vocab_columns * retained_logit_bytes(spec(), plan());
+        if (has_teacher_head(spec())) return 0;
         // Vocabulary by vocabulary: a strip's logits must lie where only later strips' gradients do.
         if (num_tokens == 0 || spec().grad_weight_mode == GradMode::accumulate || spec().layout != WeightLayout::vocab_major) return 0;
         return vocab_columns * spec().hidden_size * static_cast<std::int64_t>(element_bytes(spec().grad_weight_dtype));

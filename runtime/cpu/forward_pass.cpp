@@ -32,7 +32,7 @@ public:
             const std::int64_t begin = layout_.row_blocks.begin(block);
             const std::int64_t rows = layout_.row_blocks.length(block);
             const PackedA hidden{workspace_ + layout_.hidden_panels, depth_units(plan_, call_.spec().hidden_size)};
-            pack_hidden_rows(context_, call_, hidden, begin, rows);
+            pack_hidden_rows(context_, call_, Slot::hidden, hidden, begin, rows);
             reduce_logits(hidden, begin, rows);
             finish_rows(begin, rows);
         }

@@ -17,6 +17,8 @@ struct CpuContext {
 };
 
 void run_cpu_forward(const CpuContext& context, const CpuCall& call);
+/// Forward where the spec has a teacher's head.
+void run_cpu_divergence(const CpuContext& context, const CpuCall& call);
 void run_cpu_merge(const CpuCall& call);
 void run_cpu_backward(const CpuContext& context, const CpuCall& call);
 
@@ -27,7 +29,9 @@ struct WorkerSlot {
           b_block(start + layout.b_block),
           bias(reinterpret_cast<float*>(start + layout.bias)),
           class_weight(reinterpret_cast<float*>(start + layout.class_weight)),
-          sums(reinterpret_cast<RowSums*>(start + layout.sums)) {}
+          sums(reinterpret_cast<RowSums*>(start + layout.sums)),
+          teacher_tile(reinterpret_cast<float*>(start + layout.teacher_tile)),
+          teacher_bias(reinterpret_cast<float*>(start + layout.teacher_bias)) {}
 
     /// Bias and class weights of vocabulary [begin, begin + columns) as fp32, 0 up to block_n.
     void load_strip(const CpuContext& context, const CpuCall& call, std::int64_t begin, std::int64_t columns) const;
@@ -37,11 +41,16 @@ struct WorkerSlot {
     float* bias;
     float* class_weight;
     RowSums* sums;
+    float* teacher_tile;
+    float* teacher_bias;
 };
 
 /// B of the logits: the weight from vocabulary row `begin` on.
 [[nodiscard]] UnpackedB weight_for_logits(const CpuContext& context, const CpuCall& call, std::int64_t begin);
-/// Packs hidden rows [begin, begin + rows) as A of the logits.
-void pack_hidden_rows(const CpuContext& context, const CpuCall& call, const PackedA& panels, std::int64_t begin, std::int64_t rows);
+/// B of the logits of the teacher's head.
+[[nodiscard]] UnpackedB teacher_weight_for_logits(const CpuContext& context, const CpuCall& call, std::int64_t begin);
+/// Packs hidden rows [begin, begin + rows) as A of the logits. `hidden`: the tensor, of the student's or the teacher's depth.
+void pack_hidden_rows(const CpuContext& context, const CpuCall& call, Slot hidden, const PackedA& panels, std::int64_t begin,
+                      std::int64_t rows);
 
 }  // namespace flce

@@ -12,6 +12,8 @@ public:
 
     /// Writes what the caller wants of a token that is not ignored; on any thread. `class_weight`: its target's.
     RowOutputs write(std::int64_t token, const RowSums& sums, float class_weight, float teacher_cross_entropy) const;
+    /// Writes outputs that another way than row_outputs has made.
+    void write(std::int64_t token, const RowOutputs& outputs) const { write_outputs(token, outputs, -1); }
     /// Writes an ignored token's outputs: zeros.
     void write_ignored(std::int64_t token) const;
 

@@ -38,7 +38,8 @@ void poison(const Spec& spec, LayerOutputs& outputs) {
     };
     for (const auto tensor :
          {&LayerOutputs::loss, &LayerOutputs::z_loss, &LayerOutputs::lse, &LayerOutputs::logprobs, &LayerOutputs::entropy,
-          &LayerOutputs::top1, &LayerOutputs::log_sum_sq_probs, &LayerOutputs::teacher_logprobs, &LayerOutputs::grad_hidden}) {
+          &LayerOutputs::top1, &LayerOutputs::log_sum_sq_probs, &LayerOutputs::teacher_logprobs, &LayerOutputs::teacher_lse,
+          &LayerOutputs::teacher_entropy, &LayerOutputs::student_divergence, &LayerOutputs::grad_hidden}) {
         fill(outputs.*tensor);
     }
     if (spec.grad_weight_mode == GradMode::accumulate) return;
@@ -143,8 +144,9 @@ void add_differences(const Spec& spec, const LayerOutputs& found, const LayerOut
     const double output = output_error_cap(spec.dtype);
     add(&LayerOutputs::loss, loss_error_cap(spec));
     add(&LayerOutputs::z_loss, loss_error_cap(spec));
-    for (const auto tensor : {&LayerOutputs::lse, &LayerOutputs::logprobs, &LayerOutputs::entropy, &LayerOutputs::log_sum_sq_probs,
-                              &LayerOutputs::teacher_logprobs}) {
+    for (const auto tensor :
+         {&LayerOutputs::lse, &LayerOutputs::logprobs, &LayerOutputs::entropy, &LayerOutputs::log_sum_sq_probs,
+          &LayerOutputs::teacher_logprobs, &LayerOutputs::teacher_lse, &LayerOutputs::teacher_entropy, &LayerOutputs::student_divergence}) {
         add(tensor, output);
     }
     if (found.top1.view.present) {

@@ -88,6 +88,16 @@ void add_random_teacher(const Spec& spec, RandomLayer& layer, std::uint64_t seed
     }
 }
 
+/// A head's weight, with which logits have that deviation.
+std::vector<std::byte> random_weight(std::string_view name, const Spec& head, double deviation, std::uint64_t seed) {
+    const double scale = std::abs(head.logit_scale) * std::sqrt(static_cast<double>(head.hidden_size));
+    return random_elements(name, weight_shape(head), weight_dtype(head), deviation / scale, seed);
+}
+
+std::vector<std::byte> random_bias(std::string_view name, const Spec& head, std::uint64_t seed) {
+    return random_elements(name, {head.vocab_size}, head.dtype, 0.5 / std::abs(head.logit_scale), seed);
+}
+
 /// Sums of shards that have found nothing for `num_tokens` tokens.
 std::vector<float> sums_of_nothing(const Spec& spec, std::int64_t num_tokens, std::int64_t shards) {
     constexpr float kInfinity = std::numeric_limits<float>::infinity();
@@ -200,6 +210,11 @@ LayerOutputs make_outputs(const Spec& spec, DeviceRef device, std::int64_t num_t
     if (spec.teacher_top_k > 0) {
         outputs.teacher_logprobs = make_tensor("teacher_logprobs", device, ScalarType::fp32, {num_tokens, spec.teacher_top_k});
     }
+    if (has_teacher_head(spec)) {
+        outputs.teacher_lse = make_tensor("teacher_lse", device, ScalarType::fp32, tokens);
+        outputs.teacher_entropy = make_tensor("teacher_entropy", device, ScalarType::fp32, tokens);
+        outputs.student_divergence = make_tensor("student_divergence", device, ScalarType::fp32, tokens);
+    }
     outputs.grad_hidden = make_tensor("grad_hidden", device, scalar_type(grad_hidden_dtype(spec)), {num_tokens, spec.hidden_size});
     outputs.grad_weight = make_tensor("grad_weight", device, scalar_type(spec.grad_weight_dtype), weight_shape(spec));
     if (spec.bias) outputs.grad_bias = make_tensor("grad_bias", device, scalar_type(spec.grad_weight_dtype), {spec.vocab_size});
@@ -280,9 +295,14 @@ RandomLayer make_random_layer(const Spec& spec, std::int64_t num_tokens, const R
     layer.num_tokens = num_tokens;
     const std::uint64_t seed = hash(options.seed) << 4;
     layer.hidden = random_elements("hidden", {num_tokens, spec.hidden_size}, spec.dtype, 1.0, seed + 1);
-    const double scale = std::abs(spec.logit_scale) * std::sqrt(static_cast<double>(spec.hidden_size));
-    layer.weight = random_elements("weight", weight_shape(spec), weight_dtype(spec), options.deviation / scale, seed + 2);
-    if (spec.bias) layer.bias = random_elements("bias", {spec.vocab_size}, spec.dtype, 0.5 / std::abs(spec.logit_scale), seed + 3);
+    layer.weight = random_weight("weight", spec, options.deviation, seed + 2);
+    if (spec.bias) layer.bias = random_bias("bias", spec, seed + 3);
+    if (has_teacher_head(spec)) {
+        const Spec teacher = teacher_head(spec);
+        layer.teacher_hidden = random_elements("teacher_hidden", {num_tokens, teacher.hidden_size}, spec.dtype, 1.0, seed + 13);
+        layer.teacher_weight = random_weight("teacher_weight", teacher, options.deviation, seed + 14);
+        if (teacher.bias) layer.teacher_bias = random_bias("teacher_bias", teacher, seed + 15);
+    }
     if (spec.class_weight) {
         layer.class_weight = random_floats("class_weight", spec.vocab_size, 0.2, seed + 4);
         for (float& weight : layer.class_weight) weight = std::abs(1.0F + weight);
@@ -309,6 +329,7 @@ RandomLayer make_random_layer(const Spec& spec, std::int64_t num_tokens, const R
         const double share = mean ? 1.0 / std::max(1.0, static_cast<double>(num_tokens)) : 1.0;
         if (spec.outputs.loss && options.reduction == Reduction::none)
             layer.grad_loss = random_floats("grad_loss", num_tokens, share, seed + 6);
+        if (has_teacher_head(spec)) return layer;
         if (spec.outputs.lse) layer.grad_lse = random_floats("grad_lse", num_tokens, 0.5 * share, seed + 7);
         if (spec.outputs.logprobs) layer.grad_logprobs = random_floats("grad_logprobs", num_tokens, 0.5 * share, seed + 8);
         if (spec.outputs.entropy) layer.grad_entropy = random_floats("grad_entropy", num_tokens, 0.5 * share, seed + 9);
@@ -327,6 +348,12 @@ LayerInputs upload(const Spec& spec, const RandomLayer& layer, DeviceRef device)
     if (spec.class_weight)
         inputs.class_weight = make_tensor("class_weight", device, ScalarType::fp32, {spec.vocab_size}, layer.class_weight.data());
     inputs.target = make_tensor("target", device, ScalarType::int64, {n}, layer.target.data());
+    if (has_teacher_head(spec)) {
+        const Spec teacher = teacher_head(spec);
+        inputs.teacher_hidden = make_tensor("teacher_hidden", device, dtype, {n, teacher.hidden_size}, layer.teacher_hidden.data());
+        inputs.teacher_weight = make_tensor("teacher_weight", device, dtype, weight_shape(teacher), layer.teacher_weight.data());
+        if (teacher.bias) inputs.teacher_bias = make_tensor("teacher_bias", device, dtype, {spec.vocab_size}, layer.teacher_bias.data());
+    }
     const auto upstream = [&](const char* name, Tensor& tensor, const std::vector<float>& values) {
         if (!values.empty()) tensor = make_tensor(name, device, ScalarType::fp32, {n}, values.data());
     };

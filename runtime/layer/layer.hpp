@@ -37,17 +37,19 @@ struct Tensor {
 [[nodiscard]] Tensor make_tensor(const std::string& name, DeviceRef device, ScalarType dtype, const std::vector<std::int64_t>& shape,
                                  const void* host);
 
-/// Shape of the weight and of its gradient in memory.
+/// Shape of the weight and of its gradient in memory. Of a teacher's head: weight_shape(teacher_head(spec)).
 [[nodiscard]] std::vector<std::int64_t> weight_shape(const Spec& spec);
 
 struct LayerInputs {
     std::int64_t num_tokens = 0;
     Tensor hidden, weight, bias, class_weight, target, temperature, token_weight, teacher_ids, teacher_probs;
+    Tensor teacher_hidden, teacher_weight, teacher_bias;
     Tensor grad_loss, grad_lse, grad_logprobs, grad_entropy;  ///< absent: 1 for the loss if the spec has it, 0 for the rest
 };
 
 struct LayerOutputs {
     Tensor loss, z_loss, lse, logprobs, entropy, top1, log_sum_sq_probs, teacher_logprobs;
+    Tensor teacher_lse, teacher_entropy, student_divergence;
     Tensor grad_hidden, grad_weight, grad_bias;
     /// A shard's outputs. The shard is the first of as many as the whole vocabulary has, and the others have found nothing: partial_sums is
     /// the beginning of all_partial_sums.
@@ -91,7 +93,8 @@ inline constexpr double kRandomLogitDeviation = 2.0;
 /// Random tensors on the host: logits of that deviation, some rows ignored where that is asked for.
 struct RandomLayer {
     std::int64_t num_tokens = 0;
-    std::vector<std::byte> hidden, weight, bias;  ///< spec dtype
+    std::vector<std::byte> hidden, weight, bias;                          ///< spec dtype
+    std::vector<std::byte> teacher_hidden, teacher_weight, teacher_bias;  ///< inputs of a teacher's head, if the spec has one
     std::vector<float> class_weight;
     std::vector<std::int64_t> target;
     std::vector<float> temperature;                                       ///< temperatures from ½ to 2

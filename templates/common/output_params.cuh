@@ -55,6 +55,19 @@ struct RowOutputsParams : OutputsParams {
     const float* class_weight;
 };
 
+/// Outputs of rows whose divergence from a teacher has been summed up.
+struct DivergenceOutputsParams : OutputsParams {
+    const float* partials;  ///< [splits][fields][partial_rows]: numbers of DivergenceSums or, with `mixture`, of MixtureTerm
+    long long partial_rows;
+    float* teacher_lse;
+    float* teacher_entropy;  ///< or null
+    float* student_divergence;
+    int splits;
+    int mixture;  ///< not 0: sums of a mixture's divergences, after lse and teacher_lse have been written
+    int last;     ///< not 0: the loss is written
+    int unused;
+};
+
 /// A shard's forward ends with the sums of its classes.
 struct ShardSumsParams {
     SplitSumsParams found;

@@ -16,18 +16,18 @@ enum : int {
     kFallSteepness = 5,  // number of Falls' steepness
     kRetainedShift = 9,  // retained exponentials lie in blocks of this many columns of the vocabulary
     kRetainedColumns = 1 << kRetainedShift,
-    kPaceCounters = 64,         // counters of a Pace
-    kMostTailTiles = 128,       // most tiles of TailParts: fewer than clusters
-    kChunkKinds = 3,            ///< kinds of tiles of a chunk: dlogits, grad_hidden, grad_weight
-    kRowThreads = 256,          ///< block of the kernels over rows
-    kOutputRows = 64,           ///< rows of a block of row_outputs: several threads merge what forward has found for one
-    kOutputThreads = 512,       ///< threads of a block of row_outputs
-    kRowOutputs = 6,            ///< loss, z_loss, lse, logprobs, entropy, log_sum_sq_probs
-    kListedClasses = 256,       ///< classes of a row that NamedClasses lists
-    kTeacherColumns = 256,      ///< columns of a block of teacher_bias
-    kReduceThreads = 1024,      ///< block of the kernels that reduce everything in one block
-    kSmoothingParts = 264,      ///< stretches that smoothing_sums adds up for themselves
-    kBiasColumns = 128,         ///< columns of a block of retained_bias
+    kPaceCounters = 64,     // counters of a Pace
+    kMostTailTiles = 128,   // most tiles of TailParts: fewer than clusters
+    kChunkKinds = 3,        ///< kinds of tiles of a chunk: dlogits, grad_hidden, grad_weight
+    kRowThreads = 256,      ///< block of the kernels over rows
+    kOutputRows = 64,       ///< rows of a block of row_outputs: several threads merge what forward has found for one
+    kOutputThreads = 512,   ///< threads of a block of row_outputs
+    kRowOutputs = 6,        ///< loss, z_loss, lse, logprobs, entropy, log_sum_sq_probs
+    kListedClasses = 256,   ///< classes of a row that NamedClasses lists
+    kTeacherColumns = 256,  ///< columns of a block of teacher_bias
+    kReduceThreads = 1024,  ///< block of the kernels that reduce everything in one block
+    kSmoothingParts = 264,  ///< stretches that smoothing_sums adds up for themselves
+    kBiasColumns = 128,     ///< columns of a block of retained_bias
     /// Products from which on a logit's own rounding is several times the error that rounded powers of two add (docs/numerics.md).
     kLongSum = 512,
 };
@@ -194,7 +194,7 @@ struct RowCoefficientsParams {
     TargetParams targets;
     CountParams count;
     const float* lse;
-    const float* entropy;
+    const float* entropy;       ///< student_divergence where the Problem has a divergence
     const float* token_weight;  ///< [rows]; null: 1
     const float* logprobs;      ///< [rows], with dft; else null
     const float* temperature;   ///< [rows], where the Problem has temperatures

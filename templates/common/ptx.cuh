@@ -125,6 +125,13 @@ __device__ __forceinline__ float ex2_approx_ftz(float value) {
     return r;
 }
 
+/// 9.7.3.20 lg2: log₂ value, to 2^-22 between 0.5 and 2.
+__device__ __forceinline__ float lg2_approx_ftz(float value) {
+    float r;
+    asm("lg2.approx.ftz.f32 %0, %1;\n" : "=f"(r) : "f"(value));
+    return r;
+}
+
 /// 9.7.3.13 rcp: 1/value, to one unit in the last place; subnormal results are kept out by .ftz.
 __device__ __forceinline__ float rcp_approx_ftz(float value) {
     float r;

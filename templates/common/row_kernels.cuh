@@ -153,7 +153,8 @@ __device__ __forceinline__ void row_coefficients_kernel(const RowCoefficientsPar
         const float g = factor * (p.grad_loss == nullptr ? p.absent_grad_loss : p.grad_loss[p.count.reduction == kNone ? listed.row : 0]);
         const RowUpstream upstream{g * p.scalars->cross_entropy_scale, g * p.scalars->z_loss_scale, value_or(p.grad_lse, listed.row, 0.f),
                                    value_or(p.grad_logprobs, listed.row, 0.f), value_or(p.grad_entropy, listed.row, 0.f)};
-        const float entropy = value_or(p.entropy, listed.row, 0.f);
+        const float given = value_or(p.entropy, listed.row, 0.f);
+        const float entropy = Problem::divergence ? 0.f : given;
         row_target = {p.lse[listed.row], target};
         const float c_y = class_weight_of<Problem>(p.class_weight, listed.row, target);
         RowCoefficients k = row_coefficients(upstream, row_target.lse, entropy, c_y, teacher.sum, options);
@@ -174,6 +175,8 @@ __device__ __forceinline__ void row_coefficients_kernel(const RowCoefficientsPar
             const float largest_weight = Problem::class_weight && Problem::label_smoothing ? p.scalars->class_weight_max : 1.f;
             float bound = fabsf(without_entropy) + fabsf(k.t) + fabsf(k.s) * largest_weight + fabsf(k.b) * (fabsf(entropy) + 1.f);
             if constexpr (Problem::teacher) bound += fabsf(of_teacher) * teacher.sizes;
+            // p·(log p/q − KL): terms above 0 are at most KL and 1 more, since those below 0 are −1 at the least, all together.
+            if constexpr (Problem::divergence) bound = fabsf(k.a) * 2.f * (fabsf(given) + 1.f);
             // A row that is NaN or infinite must not take other rows' precision.
             if (bound < infinity()) atomicMax(&p.scalars->dlogits_bound_bits, __float_as_uint(bound * p.derivative_bound));
         }

@@ -14,10 +14,26 @@ __device__ __forceinline__ void write_factors(float* factors, const PassScalars*
     factors[2] = 1.f;
 }
 
-template <class Problem, class TileT>
+/// The gradients of a warp's rows of sums, for a cross entropy.
+template <class Problem>
+struct CrossEntropyRows {
+    using Params = TemperedOf<Problem, LtDlogitsParams>;
+
+    static __device__ __forceinline__ void load(const Params& p, const LtPlace& place, int column0, LtSums& c) {
+        load_sums(p.sums, p.sums_ld, place, p.rows, column0, p.columns, c);
+    }
+    static __device__ __forceinline__ void replace(const Params& p, const LtPlace& place, int column0, float scale, LtSums& c) {
+        if constexpr (Problem::bias) add_bias<Problem>(p, place, column0, c);
+#pragma unroll
+        for (int h = 0; h < LtPlace::kRows; ++h) row_gradient<Problem>(p, place, column0, place.row(0, h), scale, c[0], h);
+    }
+};
+
+/// `Rows` loads sums, or what stands for them, and replaces them by gradients.
+template <class Problem, class Rows>
 struct DlogitsBlock {
     using Element = typename Problem::Element;
-    using Params = TemperedOf<Problem, LtDlogitsParams>;
+    using Params = typename Rows::Params;
     enum : int { kSmemBytes = 0 };
     enum : int { kThreads = kLtThreads };
     enum : int { kWarps = kLtThreads / 32 };
@@ -40,11 +56,10 @@ struct DlogitsBlock {
         for (int row = first; row < min(first + kWarpRows, p.rows); row += LtPlace::kRows) {
             place.first_row = row;
             LtSums c;
-            load_sums(p.sums, p.sums_ld, place, p.rows, column0, p.columns, c);
-            if constexpr (Problem::bias) add_bias<Problem>(p, place, column0, c);
+            Rows::load(p, place, column0, c);
+            Rows::replace(p, place, column0, scale, c);
 #pragma unroll
             for (int h = 0; h < LtPlace::kRows; ++h) {
-                row_gradient<Problem>(p, place, column0, row + h, scale, c[0], h);
                 if (row + h < p.rows) write(c[0], h, row + h);
             }
         }
@@ -89,8 +104,12 @@ struct DlogitsBlock {
 };
 
 template <class Problem, class TileT>
-__device__ __forceinline__ void dlogits(const typename DlogitsBlock<Problem, TileT>::Params& p) {
-    DlogitsBlock<Problem, TileT>(p).run();
+struct LtDlogits : DlogitsBlock<Problem, CrossEntropyRows<Problem>> {
+    using DlogitsBlock<Problem, CrossEntropyRows<Problem>>::DlogitsBlock;
+};
+template <class Problem, class TileT>
+__device__ __forceinline__ void dlogits(const typename LtDlogits<Problem, TileT>::Params& p) {
+    LtDlogits<Problem, TileT>(p).run();
 }
 
 }  // namespace flce

@@ -6,6 +6,7 @@
 #include "flce/common/round_weight.cuh"
 #include "flce/common/row_kernels.cuh"
 #include "flce/common/shard_kernels.cuh"
+#include "flce/lt/divergence.cuh"
 #include "flce/lt/dlogits.cuh"
 #include "flce/lt/finish.cuh"
 #include "flce/lt/forward.cuh"

@@ -19,10 +19,15 @@ std::shared_ptr<const Kernel> kernel_for(const std::string& spec, const IsaLevel
 constexpr const char* kEverything =
     ",bias,class_weight,temperature,token_weight,softcap=20,z_loss=0.01,label_smoothing=0.1,outputs=loss+lse+logprobs+entropy+top1";
 
+constexpr const char* kHeads =
+    ",bias,temperature,token_weight,softcap=20,teacher_hidden_size=104,divergence_beta=0.3,teacher_bias,teacher_softcap=9,outputs=loss+"
+    "entropy";
+
 TEST(Agreement, EqualKernels_Agree) {
     for (const std::string dtype : {"bf16", "fp16", "fp32"}) {
         for (const std::string options :
-             {"", kEverything, ",teacher_top_k=5,hard_weight=0.3", ",layout=hidden_major,grad_weight_mode=accumulate"}) {
+             {"", kEverything, ",teacher_top_k=5,hard_weight=0.3", ",layout=hidden_major,grad_weight_mode=accumulate", kHeads,
+              ",teacher_hidden_size=40,divergence_beta=1"}) {
             const auto kernel = kernel_for("D=72,V=403,dtype=" + dtype + options);
             const auto differences = compare_steps(*kernel, *kernel);
             EXPECT_EQ(fault_of(differences), "") << kernel->spec().text();

@@ -61,6 +61,16 @@ Spec random_spec(std::mt19937_64& random) {
         s.teacher_top_k = static_cast<int>(number(1, 1024));
         s.hard_weight = real(0, 1);
     }
+    if (s.teacher_top_k == 0 && !s.class_weight && !s.batch_invariant && !s.weight_dtype && coin()) {
+        s.label_smoothing = s.z_loss = 0;
+        s.outputs = {.loss = true, .lse = coin(), .entropy = coin()};
+        s.teacher_hidden_size = 8 * number(1, 4096);
+        s.divergence_beta = real(0, 1);
+        s.teacher_bias = coin();
+        s.teacher_logit_scale = std::exp(real(-20, 20));
+        s.teacher_softcap = coin() ? std::exp(real(-10, 10)) : 0;
+        return s;
+    }
     s.dft = s.outputs.loss && s.outputs.logprobs && s.teacher_top_k == 0 && coin();
     return s;
 }
@@ -324,6 +334,12 @@ TEST(SpecHash, EveryField_ChangesIt) {
         specs.push_back(base);
         specs.back().*flag = true;
     }
+    specs.insert(specs.end(), 5, base);
+    for (std::size_t i = specs.size() - 5; i < specs.size(); ++i) specs[i].teacher_hidden_size = 64;
+    specs[specs.size() - 1].divergence_beta = 0.5;
+    specs[specs.size() - 2].teacher_bias = true;
+    specs[specs.size() - 3].teacher_logit_scale = 2;
+    specs[specs.size() - 4].teacher_softcap = 30;
     specs.insert(specs.end(), 2, base);
     specs[specs.size() - 1].whole_vocab_size = 100;
     specs[specs.size() - 2].grad_hidden_dtype = DType::fp32;

@@ -213,7 +213,7 @@ Statement coefficients_launch(const BackwardPass& pass, const RowBlock& rows) {
         .set_list(&RowCoefficientsParams::list, pass.list, rows.first)
         .set_count(&RowCoefficientsParams::count)
         .set(&RowCoefficientsParams::lse, slot(Slot::lse) + row * 4)
-        .set(&RowCoefficientsParams::entropy, advanced(slot(Slot::entropy), row, 4))
+        .set(&RowCoefficientsParams::entropy, advanced(slot(has_teacher_head(spec) ? Slot::student_divergence : Slot::entropy), row, 4))
         .set(&RowCoefficientsParams::temperature, advanced(slot(Slot::temperature), row, 4))
         .set(&RowCoefficientsParams::row_temperatures, spec.temperature ? workspace_at(pass.layout.row_temperatures) : Expr(0))
         .set(&RowCoefficientsParams::token_weight, advanced(slot(Slot::token_weight), row, 4))

@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "generator/planner.hpp"
+#include "templates/common/divergence_math.cuh"
 #include "templates/common/params.cuh"
 
 namespace flce {
@@ -14,6 +15,7 @@ bool CudaPath::is_own_of(const Device& device) const {
 }
 
 bool CudaPath::is_preferred(const Spec& spec, const Device& device) const {
+    if (has_teacher_head(spec)) return calls_library;  // no other path has both heads' logits at once
     return is_own_of(device) && spec.hidden_size >= least_hidden_size;
 }
 
@@ -63,6 +65,12 @@ double tile_efficiency(std::span<const TileCandidate> table, GemmRole role, cons
     return 0.9 * reuse / (reuse + 8.0);
 }
 
+Reason teacher_head_problem(const Spec& spec, std::string_view path) {
+    if (!has_teacher_head(spec)) return std::nullopt;
+    return fmt::format("teacher_hidden_size={}: {} has one head's logits at a time; a divergence runs on cuda_lt and on CPUs",
+                       spec.teacher_hidden_size, path);
+}
+
 Reason retain_problem(const Spec& spec) {
     if (spec.batch_invariant)
         return std::string("retain: how much is retained depends on the number of tokens, and batch_invariant asks for the same bits");
@@ -82,6 +90,7 @@ bool lends_grad_weight(const Spec& spec, const GemmTile& grad_weight, int cluste
 }
 
 int partial_fields(const Spec& spec) {
+    if (has_teacher_head(spec)) return sizeof(DivergenceSums) / sizeof(float);
     const Outputs& outputs = spec.outputs;
     return 2 + (outputs.entropy ? 1 : 0) + (spec.label_smoothing > 0 ? 1 : 0) + (outputs.log_sum_sq_probs ? 1 : 0) + (outputs.top1 ? 1 : 0);
 }

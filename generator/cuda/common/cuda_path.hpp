@@ -124,6 +124,8 @@ struct CudaPath {
 /// suggests.
 [[nodiscard]] double tile_efficiency(std::span<const TileCandidate> table, GemmRole role, const GemmTile& tile, TileWarps warps);
 
+/// Why a path that has the logits of one head at a time cannot run `spec`. `path`: its name.
+[[nodiscard]] Reason teacher_head_problem(const Spec& spec, std::string_view path);
 /// Why no path can retain exponentials of `spec`.
 [[nodiscard]] Reason retain_problem(const Spec& spec);
 /// Whether gradients of retained exponentials lack label smoothing's terms, which their kernels' epilogues subtract.

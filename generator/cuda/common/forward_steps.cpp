@@ -190,6 +190,22 @@ Statement row_outputs_launch(const ForwardPass& pass, const RetainedRowsAt& reta
     return launch.build();
 }
 
+Statement divergence_outputs_launch(const ForwardPass& pass, bool mixture, bool last) {
+    using Params = DivergenceOutputsParams;
+    const LaunchRows& rows = pass.rows;
+    LaunchBuilder<Params> launch(pass.source.kernel(KernelRole::divergence_outputs), ceil_div(rows.count, kOutputRows));
+    set_outputs(launch, pass.spec, rows, pass.layout.loss_partials, all_classes(pass.spec));
+    launch.set(&Params::partials, workspace_at(pass.layout.partials))
+        .set(&Params::partial_rows, pass.layout.partial_rows)
+        .set(&Params::splits, pass.splits)
+        .set(&Params::mixture, mixture ? 1 : 0)
+        .set(&Params::last, last ? 1 : 0)
+        .set(&Params::teacher_lse, slot(Slot::teacher_lse) + rows.base * 4)
+        .set(&Params::teacher_entropy, advanced(slot(Slot::teacher_entropy), rows.base, 4))
+        .set(&Params::student_divergence, slot(Slot::student_divergence) + rows.base * 4);
+    return launch.build();
+}
+
 std::vector<Statement> with_columns(const Spec& spec, std::vector<Statement> steps) {
     if (!is_shard(spec)) return steps;
     return {{If{less(0, vocab_columns(spec)), std::move(steps)}}};

@@ -77,6 +77,10 @@ struct RetainedRowsAt {
 /// A shard's sums, or outputs where there are no shards.
 [[nodiscard]] Statement row_outputs_launch(const ForwardPass& pass, const RetainedRowsAt& retained);
 
+/// Outputs of a divergence from partial sums of both heads. `mixture`: from the sums of the walk that knows both normalizers; `last`: with
+/// the loss.
+[[nodiscard]] Statement divergence_outputs_launch(const ForwardPass& pass, bool mixture, bool last);
+
 /// `steps`, which need a class, where the call has one.
 [[nodiscard]] std::vector<Statement> with_columns(const Spec& spec, std::vector<Statement> steps);
 

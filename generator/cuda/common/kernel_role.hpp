@@ -20,6 +20,8 @@ namespace flce {
     X(row_coefficients) X(retained_rows) X(smoothing_sums) X(smoothing_totals) X(retained_bias)           \
     X(dlogits) X(grad_hidden) X(grad_weight) X(backward_chunks) X(hidden_chunks)                          \
     X(teacher_dlogits) X(teacher_bias) X(grad_bias) X(scatter_rows) X(make_room) X(zero_columns)          \
+    /* A divergence from a teacher's head. */                                                             \
+    X(divergence_sums) X(divergence_mixture) X(divergence_outputs) X(divergence_retained)                 \
     /* Around the products of a library. */                                                               \
     X(stale_sums) X(stale_rows) X(scaled_hidden) X(finish_hidden) X(finish_weight)                                      \
     /* Both passes. */                                                                                    \

@@ -6,6 +6,7 @@
 #include "generator/cuda/common/falls.hpp"
 #include "generator/cuda/common/transform_source.hpp"
 #include "generator/logit_transforms.hpp"
+#include "templates/common/divergence_math.cuh"
 
 namespace flce {
 namespace {
@@ -48,10 +49,10 @@ std::string transform_functions(const Spec& spec, const Plan& plan, const std::s
     return text;
 }
 
-std::string problem_struct(const Spec& spec, const Plan& plan, const KernelFamily& family) {
+std::string problem_struct(const Spec& spec, const Plan& plan, const KernelFamily& family, std::string_view name = "Problem") {
     const bool long_sums = spec.hidden_size >= kLongSum;
     const std::string math = spec.dtype == DType::fp32 ? "flce::PreciseMath" : long_sums ? "flce::FastLongMath" : "flce::FastMath";
-    std::string text = "struct Problem : flce::PlainProblem {\n";
+    std::string text = fmt::format("struct {} : flce::PlainProblem {{\n", name);
     text += fmt::format("    using Element = {};\n", element_type(spec.dtype));
     text += fmt::format("    using GradWeight = {};\n", element_type(spec.grad_weight_dtype));
     text += fmt::format("    using Math = {};\n", math);
@@ -74,6 +75,10 @@ std::string problem_struct(const Spec& spec, const Plan& plan, const KernelFamil
     if (spec.outputs.top1) text += "    enum : bool { top1 = true };\n";
     if (spec.outputs.log_sum_sq_probs) text += "    enum : bool { square_sum = true };\n";
     if (spec.temperature) text += "    enum : bool { temperature = true };\n";
+    if (has_teacher_head(spec)) {
+        text += "    enum : bool { divergence = true };\n";
+        text += fmt::format("    enum : int {{ divergence_form = {} }};\n", static_cast<int>(divergence_form(spec.divergence_beta)));
+    }
     if (is_shard(spec)) {
         text += "    enum : bool { shard = true };\n";
         text += fmt::format("    enum : int {{ whole_vocab_size = {} }};\n", spec.whole_vocab_size);
@@ -87,7 +92,8 @@ std::string problem_struct(const Spec& spec, const Plan& plan, const KernelFamil
 bool sees_logits(KernelRole role) {
     return role == KernelRole::forward || role == KernelRole::forward_few || role == KernelRole::dlogits ||
            role == KernelRole::backward_chunks || role == KernelRole::hidden_chunks || role == KernelRole::stale_sums ||
-           role == KernelRole::stale_rows;
+           role == KernelRole::stale_rows || role == KernelRole::divergence_sums || role == KernelRole::divergence_mixture ||
+           role == KernelRole::divergence_retained;
 }
 
 }  // namespace
@@ -112,6 +118,7 @@ KernelWriter::KernelWriter(const Spec& spec, const Device& device, const Plan& p
     : spec_(spec),
       configuration_(fmt::format("#include \"flce/{}\"\n\n", family.header) + problem_struct(spec, plan, family)),
       overlaps_(family.overlaps) {
+    if (has_teacher_head(spec)) configuration_ += problem_struct(teacher_head(spec), plan, family, "Teacher");
     source_.options = {"--gpu-architecture=" + device.gpu.arch, "--std=c++17"};
     source_.units = {{configuration_, {}}};
 }
@@ -132,6 +139,8 @@ void KernelWriter::row_kernels() {
     if (is_shard(spec_)) {
         rows(KernelRole::shard_sums, "ShardSumsParams", kOutputThreads, Waits::before_it_calls);
         rows(KernelRole::merge_shards, "MergeShardsParams", kOutputThreads, Waits::before_it_calls);
+    } else if (has_teacher_head(spec_)) {
+        rows(KernelRole::divergence_outputs, "DivergenceOutputsParams", kOutputThreads);
     } else {
         rows(KernelRole::row_outputs, "RowOutputsParams", kOutputThreads, Waits::before, "row_outputs_kernel");
     }

@@ -19,9 +19,10 @@ constexpr int kBlockLoop = kBackwardLoops + 2;
 struct Pass : BackwardPass {
     const BackwardLayoutLt& layout;
     const RetainedLayout& retained;
-    Expr all_retained;  ///< whether no column is computed again
-    bool hidden_major;  ///< layout of the weight's gradient
-    bool own_sum;       ///< whether grad_hidden is its own fp32 sum
+    Expr all_retained;   ///< whether no column is computed again
+    bool hidden_major;   ///< layout of the weight's gradient
+    bool own_sum;        ///< whether grad_hidden is its own fp32 sum
+    bool retains_heads;  ///< whether logits of both heads may be retained
 
     Pass(const Spec& spec, const Plan& plan, const CudaSource& source, const BackwardLayoutLt& layout)
         : BackwardPass(spec, plan, source, layout),
@@ -31,7 +32,8 @@ struct Pass : BackwardPass {
                            ? equal(layout.retained.columns, vocab_columns(spec)) && less(0, layout.retained.columns)
                            : Expr(0)),
           hidden_major(spec.layout == WeightLayout::hidden_major),
-          own_sum(grad_hidden_dtype(spec) == DType::fp32) {}
+          own_sum(grad_hidden_dtype(spec) == DType::fp32),
+          retains_heads(has_teacher_head(spec) && plan.strategy == Strategy::retain) {}
 
     [[nodiscard]] Expr sum() const { return own_sum ? slot(Slot::grad_hidden) : workspace_at(layout.hidden_accumulator); }
     /// Hidden states that grad_weight's products read: in grad_hidden where that is written last, else in the place of its sum, which is
@@ -70,7 +72,7 @@ Piece piece_of(const Pass& pass, const Chunk& chunk, const RowBlock& block) {
             .column_in_chunk = column};
 }
 
-Statement dlogits_of_piece(const Pass& pass, const Piece& piece) {
+LaunchBuilder<LtDlogitsParams> dlogits_launch(const Pass& pass, const Piece& piece) {
     using Params = LtDlogitsParams;
     const Spec& spec = pass.spec;
     const BackwardLayoutLt& layout = pass.layout;
@@ -94,7 +96,23 @@ Statement dlogits_of_piece(const Pass& pass, const Piece& piece) {
         .set(&Params::sums, workspace_at(layout.sums))
         .set(&Params::sums_ld, pass.plan.cuda.dlogits.block_n)
         .set(&Params::factors, pass.factors());
-    return build_tempered(std::move(launch), spec, workspace_at(layout.row_temperatures) + row * 4);
+    return launch;
+}
+
+Statement dlogits_of_piece(const Pass& pass, const Piece& piece) {
+    const Spec& spec = pass.spec;
+    const Expr temperatures = workspace_at(pass.layout.row_temperatures) + piece.row_in_block * 4;
+    LaunchBuilder<LtDlogitsParams> launch = dlogits_launch(pass, piece);
+    if (!has_teacher_head(spec)) return build_tempered(std::move(launch), spec, temperatures);
+    using Params = LtDivergenceDlogitsParams;
+    LaunchBuilder<Params> of_heads(std::move(launch));
+    of_heads.set(&Params::teacher_sums, workspace_at(pass.layout.teacher_sums))
+        .set(&Params::teacher_bias, advanced(slot(Slot::teacher_bias), piece.columns.first_column, pass.element_bytes))
+        .set(&Params::teacher_lse, slot(Slot::teacher_lse) + piece.rows.first * 4)
+        .set(&Params::student_divergence, slot(Slot::student_divergence) + piece.rows.first * 4)
+        .set_transform(&Params::teacher_transform, teacher_head(spec))
+        .set_float(&Params::beta, static_cast<float>(spec.divergence_beta));
+    return build_tempered(std::move(of_heads), spec, temperatures);
 }
 
 Matrix chunk_weight(const Pass& pass, const Chunk& chunk, const Expr& column_in_chunk) {
@@ -109,12 +127,53 @@ Statement dlogits_step(const Pass& pass, const Chunk& chunk, const RowBlock& blo
     const Piece piece = piece_of(pass, chunk, block);
     const bool hidden_major = pass.hidden_major && !rounds_weight(pass.spec);
     const Expr hidden = slot(Slot::hidden) + piece.rows.first * (pass.spec.hidden_size * pass.element_bytes);
-    std::vector<Statement> steps = {
-        logits_gemm(pass.spec, pass.plan, piece.rows.count, piece.columns.columns, hidden, chunk_weight(pass, chunk, piece.column_in_chunk),
-                    hidden_major, {workspace_at(pass.layout.sums), tile.block_n}, pass.gemm_workspace()),
-        dlogits_of_piece(pass, piece)};
+    std::vector<Statement> steps = {logits_gemm(pass.spec, pass.plan, piece.rows.count, piece.columns.columns, hidden,
+                                                chunk_weight(pass, chunk, piece.column_in_chunk), hidden_major,
+                                                {workspace_at(pass.layout.sums), tile.block_n}, pass.gemm_workspace())};
+    if (has_teacher_head(pass.spec)) {
+        steps.push_back(teacher_gemm(pass.spec, pass.plan, {piece.rows.first, piece.rows.count},
+                                     {piece.columns.first_column, piece.columns.columns},
+                                     {workspace_at(pass.layout.teacher_sums), tile.block_n}, pass.gemm_workspace()));
+    }
+    steps.push_back(dlogits_of_piece(pass, piece));
     std::vector<Statement> columns = {{Loop{kPieceColumnsLoop, ceil_div(chunk.columns, std::int64_t{tile.block_n}), std::move(steps)}}};
     return {Loop{kPieceRowsLoop, ceil_div(block.count, std::int64_t{tile.block_m}), std::move(columns)}};
+}
+
+/// dlogits of a chunk of retained logits.
+Statement retained_dlogits_step(const Pass& pass, const RetainedHeads& retained, const Chunk& chunk, const RowBlock& block) {
+    using Params = LtDivergenceDlogitsParams;
+    const Spec& spec = pass.spec;
+    const BackwardLayoutLt& layout = pass.layout;
+    const Expr partials = workspace_at(layout.bias_partials);
+    LaunchBuilder<Params> launch(pass.source.kernel(KernelRole::divergence_retained), ceil_div(block.count, kLtBlockRows),
+                                 ceil_div(chunk.columns, kLtTileColumns));
+    launch.set(&Params::scalars, scalars_at())
+        .set(&Params::coefficients, workspace_at(layout.coefficients))
+        .set(&Params::row_targets, workspace_at(layout.row_targets))
+        .set(&Params::dlogits, chunk.dlogits)
+        .set(&Params::bias_partials, spec.bias ? select(present(Slot::grad_bias), partials, 0) : Expr(0))
+        .set(&Params::ld, chunk.width)
+        .set(&Params::first_column, chunk.first_column)
+        .set(&Params::rows, block.count)
+        .set(&Params::columns, chunk.columns)
+        .set_transform(&Params::transform, spec)
+        .set(&Params::factors, pass.factors())
+        .set(&Params::teacher_lse, slot(Slot::teacher_lse) + block.first * 4)
+        .set(&Params::student_divergence, slot(Slot::student_divergence) + block.first * 4)
+        .set_float(&Params::beta, static_cast<float>(spec.divergence_beta))
+        .set_float(&Params::derivative, static_cast<float>(spec.logit_scale));
+    set_retained_heads(launch, retained, block.first);
+    return build_tempered(std::move(launch), spec, workspace_at(layout.row_temperatures));
+}
+
+/// dlogits of a chunk of a divergence: of logits that are all retained, or computed again.
+Statement heads_dlogits_step(const Pass& pass, const Chunk& chunk, const RowBlock& block) {
+    const RetainedHeads retained = retained_heads(pass.spec, pass.plan);
+    const Expr kept = less(chunk.first_column + chunk.columns, retained.columns + 1);
+    std::vector<Statement> steps = {{If{kept, {retained_dlogits_step(pass, retained, chunk, block)}}},
+                                    {If{!kept, {dlogits_step(pass, chunk, block)}}}};
+    return {If{1, std::move(steps)}};
 }
 
 /// grad_weight of a chunk: at once, or summed up over row blocks.
@@ -182,7 +241,7 @@ std::vector<Statement> chunk_steps(const Pass& pass) {
         const Expr sum = pass.sum() + block.first * (pass.spec.hidden_size * 4);
         steps.push_back(chunk_by_chunk(
             pass, stretch,
-            {.dlogits = dlogits_step(pass, chunk, block),
+            {.dlogits = pass.retains_heads ? heads_dlogits_step(pass, chunk, block) : dlogits_step(pass, chunk, block),
              .grad_weight = grad_weight_step(pass, chunk, block),
              .grad_hidden =
                  grad_hidden_gemm(pass.spec, pass.plan, block.count, chunk.columns, {chunk.dlogits, chunk.width},
@@ -252,7 +311,7 @@ Statement retained_weight_step(const Pass& pass) {
 LaunchProgram backward_program(const Spec& spec, const Plan& plan, const CudaSource& source, const BackwardLayoutLt& layout) {
     const Pass pass(spec, plan, source, layout);
     std::vector<Statement> steps = coefficient_steps(pass);
-    const bool retains = plan.strategy == Strategy::retain;
+    const bool retains = plan.strategy == Strategy::retain && !has_teacher_head(spec);
     const Expr tokens = less(0, slot(Slot::num_tokens));
     const Expr any = less(0, pass.retained.columns) && tokens;
     if (retains) {

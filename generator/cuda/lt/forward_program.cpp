@@ -7,6 +7,7 @@
 #include "generator/cuda/common/retained_steps.hpp"
 #include "generator/cuda/lt/gemms.hpp"
 #include "generator/cuda/lt/path.hpp"
+#include "templates/common/divergence_math.cuh"
 #include "templates/lt/params.cuh"
 
 namespace flce::lt {
@@ -67,7 +68,54 @@ Statement stale_launch(const ForwardPass& pass, const ForwardLayoutLt& layout, c
     return build_tempered(std::move(launch), pass.spec, temperatures_at(pass.rows));
 }
 
+// ---- A divergence from a teacher's head.
+
+/// Every stretch of the vocabulary: both heads' products, and what `kernel` sums up of them.
+Statement heads_step(const ForwardPass& pass, const ForwardLayoutLt& layout, KernelRole kernel) {
+    using Params = LtDivergenceParams;
+    const Spec& spec = pass.spec;
+    const ColumnRange piece = piece_of(pass);
+    LaunchBuilder<Params> launch(
+        LaunchBuilder<LtForwardParams>(forward_launch(pass, kernel, ceil_div(pass.rows.count, 2 * kLtThreads / 32), pass.splits)));
+    launch.set(&Params::sums, workspace_at(layout.sums))
+        .set(&Params::ld, pass.plan.cuda.forward.block_n)
+        .set(&Params::first_column, piece.first)
+        .set(&Params::columns, piece.count)
+        .set(&Params::first, equal(variable(kPieceLoop), 0))
+        .set(&Params::teacher_sums, workspace_at(layout.teacher_sums))
+        .set(&Params::teacher_bias, slot(Slot::teacher_bias))
+        .set(&Params::lse, slot(Slot::lse) + pass.rows.base * 4)
+        .set(&Params::teacher_lse, slot(Slot::teacher_lse) + pass.rows.base * 4)
+        .set_transform(&Params::teacher_transform, teacher_head(spec))
+        .set_float(&Params::beta, static_cast<float>(spec.divergence_beta));
+    const RetainedHeads retained = retained_heads(spec, pass.plan);
+    set_retained_heads(launch, retained, pass.rows.base);
+    const Matrix sums{workspace_at(layout.teacher_sums), pass.plan.cuda.forward.block_n};
+    // A second walk finds logits that the first has retained.
+    const Expr multiplies = kernel == KernelRole::divergence_mixture ? less(retained.columns, piece.first + piece.count) : Expr(1);
+    std::vector<Statement> products = {product(pass, layout, piece),
+                                       teacher_gemm(spec, pass.plan, {pass.rows.first, pass.rows.count}, {piece.first, piece.count}, sums,
+                                                    workspace_at(layout.gemm_workspace))};
+    std::vector<Statement> steps = {{If{multiplies, std::move(products)}},
+                                    build_tempered(std::move(launch), spec, temperatures_at(pass.rows))};
+    return {Loop{kPieceLoop, ceil_div(pass.columns.count, std::int64_t{pass.plan.cuda.forward.block_n}), std::move(steps)}};
+}
+
 }  // namespace
+
+LaunchProgram divergence_program(const Spec& spec, const Device& device, const Plan& plan, const CudaSource& source,
+                                 const ForwardLayoutLt& layout) {
+    ForwardPass pass(spec, plan, source, layout);
+    pass.splits = forward_splits(device, plan, pass.rows.count);
+    const bool mixture = divergence_form(spec.divergence_beta) == kMixture;
+    std::vector<Statement> steps = {heads_step(pass, layout, KernelRole::divergence_sums),
+                                    divergence_outputs_launch(pass, false, !mixture)};
+    if (mixture) {
+        steps.push_back(heads_step(pass, layout, KernelRole::divergence_mixture));
+        steps.push_back(divergence_outputs_launch(pass, true, true));
+    }
+    return {.body = for_all_rows(pass, std::move(steps)), .variable_count = kPieceLoop + 1};
+}
 
 LaunchProgram forward_program(const Spec& spec, const Device& device, const Plan& plan, const CudaSource& source,
                               const ForwardLayoutLt& layout) {

@@ -37,6 +37,24 @@ struct Matrix {
                  .workspace = workspace}};
 }
 
+/// A part of a matrix' rows or columns.
+struct Part {
+    Expr first;
+    Expr count;
+};
+
+/// sums[rows, columns] = hidden · weightᵀ of the teacher's head.
+[[nodiscard]] inline Statement teacher_gemm(const Spec& spec, const Plan& plan, const Part& rows, const Part& columns, const Matrix& sums,
+                                            const Expr& workspace) {
+    const Spec teacher = teacher_head(spec);
+    const auto element = static_cast<std::int64_t>(element_bytes(spec.dtype));
+    const bool hidden_major = spec.layout == WeightLayout::hidden_major;
+    const std::int64_t step = element * (hidden_major ? 1 : teacher.hidden_size);
+    return logits_gemm(teacher, plan, rows.count, columns.count, slot(Slot::teacher_hidden) + rows.first * (element * teacher.hidden_size),
+                       weight_matrix(teacher, hidden_major, slot(Slot::teacher_weight) + columns.first * step), hidden_major, sums,
+                       workspace);
+}
+
 /// sums[rows, D] (+)= dlogits · weight.
 [[nodiscard]] inline Statement grad_hidden_gemm(const Spec& spec, const Plan& plan, const Expr& rows, const Expr& columns,
                                                 const Matrix& dlogits, const Matrix& weight, bool hidden_major, const Expr& sums,

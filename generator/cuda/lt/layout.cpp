@@ -12,32 +12,51 @@ std::int64_t most_sums_bytes(const GemmTile& tile) { return std::int64_t{4} * ti
 
 Expr sums_bytes(const GemmTile& tile) { return min(slot(Slot::num_tokens), tile.block_m) * (std::int64_t{4} * tile.block_n); }
 
-std::int64_t own_bytes(const GemmTile& tile) { return most_sums_bytes(tile) + kGemmWorkspaceBytes + kWorkspaceAlignment; }
+std::int64_t heads(const Spec& spec) { return has_teacher_head(spec) ? 2 : 1; }
+
+std::int64_t own_bytes(const Spec& spec, const GemmTile& tile) {
+    return heads(spec) * (most_sums_bytes(tile) + kWorkspaceAlignment) + kGemmWorkspaceBytes;
+}
 
 /// The plan without the scratch of forward's products.
-Plan beside_products(Plan plan) {
-    plan.scratch_bytes -= own_bytes(plan.cuda.forward);
+Plan beside_products(const Spec& spec, Plan plan) {
+    plan.scratch_bytes -= own_bytes(spec, plan.cuda.forward);
     return plan;
 }
 
 std::int64_t most_splits(const Plan& plan) { return plan.cuda.forward.block_n / kLtTileColumns; }
 
 BackwardSizes sizes_of(const Spec& spec, const Plan& plan) {
-    return backward_sizes(spec, plan, {.bias_rows = kLtBlockRows, .own_bytes = own_bytes(plan.cuda.dlogits)});
+    return backward_sizes(spec, plan, {.bias_rows = kLtBlockRows, .own_bytes = own_bytes(spec, plan.cuda.dlogits)});
 }
 
 bool lends(const Spec& spec, const Plan& plan) { return lends_grad_weight(spec, plan.cuda.grad_weight, 1); }
 
+/// Exponentials, which a divergence has none of: its retained logits have a layout of their own.
+RetainedLayout exponentials_layout(const Spec& spec, const Plan& plan) {
+    return has_teacher_head(spec) ? RetainedLayout{} : retained_layout(spec, plan, lends(spec, plan));
+}
+
 }  // namespace
+
+RetainedHeads retained_heads(const Spec& spec, const Plan& plan) {
+    if (!has_teacher_head(spec) || plan.strategy != Strategy::retain) return {};
+    const Expr n = slot(Slot::num_tokens);
+    const Expr block = round_up(max(n, 1) * std::int64_t{2 * (2 * kLtTileColumns + 4)}, kWorkspaceAlignment);
+    const std::int64_t blocks = (spec.vocab_size + kLtTileColumns - 1) / kLtTileColumns;
+    const Expr columns = min(floor_div(slot(Slot::retained_bytes), block), blocks) * std::int64_t{kLtTileColumns};
+    return {min(columns, spec.vocab_size), block, select(less(0, n), block * blocks, 0)};
+}
 
 ForwardLayoutLt forward_layout(const Spec& spec, const Plan& plan) {
     const GemmTile& tile = plan.cuda.forward;
     const Expr most = min(slot(Slot::num_tokens), tile.block_m);
-    const std::int64_t stretch = forward_stretch(spec, beside_products(plan), tile.block_n);
+    const std::int64_t stretch = forward_stretch(spec, beside_products(spec, plan), tile.block_n);
     ForwardLayoutLt f{place_forward(spec, {.rows = tile.block_m, .partials = round_up(most, 32) * most_splits(plan), .stretch = stretch}),
-                      retained_layout(spec, plan, lends(spec, plan))};
+                      exponentials_layout(spec, plan)};
     Pieces pieces(f.total);
     f.sums = pieces.take(sums_bytes(tile));
+    if (has_teacher_head(spec)) f.teacher_sums = pieces.take(sums_bytes(tile));
     f.gemm_workspace = pieces.take(kGemmWorkspaceBytes);
     f.total = pieces.end();
     return f;
@@ -52,12 +71,14 @@ Expr forward_splits(const Device& device, const Plan& plan, const Expr& rows) {
 BackwardLayoutLt backward_layout(const Spec& spec, const Plan& plan) {
     const BackwardSizes sizes = sizes_of(spec, plan);
     const Expr n = slot(Slot::num_tokens);
-    BackwardLayoutLt b{cut_backward(sizes, widest_chunk(spec, sizes, n)), retained_for_backward(spec, plan, lends(spec, plan))};
+    BackwardLayoutLt b{cut_backward(sizes, widest_chunk(spec, sizes, n)),
+                       has_teacher_head(spec) ? RetainedLayout{} : retained_for_backward(spec, plan, lends(spec, plan))};
     // A bias's partial sums have room for a chunk of the workspace's.
     if (may_widen_chunks(spec) && !spec.bias) add_wide_chunks(spec, widest_wide_chunk(spec, sizes), b.retained.columns, b);
     Pieces pieces = place_backward(spec, sizes, b);
     b.factors = pieces.take(12);
     b.sums = pieces.take(sums_bytes(plan.cuda.dlogits));
+    if (has_teacher_head(spec)) b.teacher_sums = pieces.take(sums_bytes(plan.cuda.dlogits));
     b.gemm_workspace = pieces.take(kGemmWorkspaceBytes);
     const auto element = static_cast<std::int64_t>(element_bytes(spec.dtype));
     const bool own_sum = grad_hidden_dtype(spec) == DType::fp32;
@@ -70,7 +91,7 @@ BackwardLayoutLt backward_layout(const Spec& spec, const Plan& plan) {
 std::int64_t least_scratch_bytes(const Spec& spec, const Plan& plan) {
     const std::int64_t of_launch = std::int64_t{plan.cuda.forward.block_m} * 4 * (partial_fields(spec) * most_splits(plan) + 1);
     const std::int64_t rounded = rounds_weight(spec) ? 2 * plan.cuda.forward.block_n * spec.hidden_size * std::int64_t{2} : 0;
-    const std::int64_t forward = own_bytes(plan.cuda.forward) + of_launch + rounded + (64 << 10);
+    const std::int64_t forward = own_bytes(spec, plan.cuda.forward) + of_launch + rounded + (64 << 10);
     return std::max(forward, sizes_of(spec, plan).least);
 }
 

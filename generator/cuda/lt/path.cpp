@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "generator/cuda/common/forward_steps.hpp"
+#include "templates/common/divergence_math.cuh"
 #include "templates/lt/params.cuh"
 
 namespace flce {
@@ -22,13 +23,18 @@ Reason problem(const Spec& spec, const Device& device, Strategy strategy) {
         return fmt::format("batch_invariant: {}'s products depend on the number of tokens; it needs the CPU, or a Hopper GPU and bf16",
                            kName);
     }
-    if (spec.dtype == DType::fp32) return fmt::format("dtype=fp32: {} multiplies 16-bit operands; fp32 runs on cuda_sm80", kName);
-    if (spec.layout == WeightLayout::hidden_major && spec.padded_vocab_size % 8 != 0) {  // the library's quick kernels read 16 bytes
-        return fmt::format("layout=hidden_major with rows of {}: {} needs rows of a multiple of 8; others run on cuda_sm80",
-                           spec.padded_vocab_size, kName);
+    if (spec.dtype == DType::fp32) {
+        return fmt::format("dtype=fp32: {} multiplies 16-bit operands; fp32 runs on {}", kName,
+                           has_teacher_head(spec) ? "CPUs" : "cuda_sm80");
+    }
+    // The library's quick kernels read 16 bytes. A teacher's weight has no padding.
+    for (const std::int64_t row : {spec.padded_vocab_size, has_teacher_head(spec) ? spec.vocab_size : 0}) {
+        if (spec.layout != WeightLayout::hidden_major || row % 8 == 0) continue;
+        return fmt::format("layout=hidden_major with rows of {}: {} needs rows of a multiple of 8; others run on cuda_sm80", row, kName);
     }
     if (auto reason = oldest_gpu_problem(device)) return reason;
     if (strategy != Strategy::retain) return std::nullopt;
+    if (has_teacher_head(spec)) return std::nullopt;
     if (spec.label_smoothing > 0) {
         return fmt::format("retain: gradients of exponentials lack label smoothing's terms, which {}'s products cannot subtract", kName);
     }
@@ -50,13 +56,35 @@ CudaSource source(const Spec& spec, const Device& device, const Plan& plan) {
                      "Problem",
                      overlaps});
     };
-    of_sums(KernelRole::forward, "LtForwardParams", "ForwardBlock", 2);
+    const auto of_heads = [&](KernelRole role, const char* params, const char* stated, const char* function = nullptr) {
+        writer.gemm({role,
+                     params,
+                     function != nullptr ? function : std::string(to_string(role)),
+                     stated,
+                     "LtTile",
+                     {.threads = kLtThreads, .per_sm = 2},
+                     "Problem, Teacher",
+                     overlaps});
+    };
+    if (has_teacher_head(spec)) {
+        of_heads(KernelRole::divergence_sums, "LtDivergenceParams", "DivergenceSumsBlock");
+        if (divergence_form(spec.divergence_beta) == kMixture) {
+            of_heads(KernelRole::divergence_mixture, "LtDivergenceParams", "MixtureBlock");
+        }
+    } else {
+        of_sums(KernelRole::forward, "LtForwardParams", "ForwardBlock", 2);
+    }
     writer.row_kernels();
-    of_sums(KernelRole::dlogits, "LtDlogitsParams", "DlogitsBlock", 2);
+    if (has_teacher_head(spec)) {
+        of_heads(KernelRole::dlogits, "LtDivergenceDlogitsParams", "DivergenceDlogits", "divergence_dlogits");
+        if (retains) of_heads(KernelRole::divergence_retained, "LtDivergenceDlogitsParams", "RetainedDlogits");
+    } else {
+        of_sums(KernelRole::dlogits, "LtDlogitsParams", "LtDlogits", 2);
+    }
     writer.rows(KernelRole::gather_rows, "GatherRowsParams");
     writer.rows(KernelRole::finish_hidden, "LtFinishHiddenParams");
     writer.rows(KernelRole::finish_weight, "LtFinishWeightParams");
-    if (retains) {
+    if (retains && !has_teacher_head(spec)) {
         writer.rows(KernelRole::references, "ReferencesParams");
         writer.rows(KernelRole::retained_rows, "RetainedRowsParams");
         writer.rows(KernelRole::scaled_hidden, "LtScaledHiddenParams");
@@ -73,11 +101,11 @@ CudaProgram generate(const Spec& spec, const Device& device, const Plan& plan) {
     const ForwardLayoutLt forward = forward_layout(spec, plan);
     const BackwardLayoutLt backward = backward_layout(spec, plan);
     CudaProgram program = program_of(spec, kernels);
-    program.forward = forward_program(spec, device, plan, kernels, forward);
+    program.forward = (has_teacher_head(spec) ? divergence_program : forward_program)(spec, device, plan, kernels, forward);
     program.forward_workspace_bytes = forward.total;
     program.backward = backward_program(spec, plan, kernels, backward);
     program.backward_workspace_bytes = backward.total;
-    program.retained_bytes = forward.retained.most;
+    program.retained_bytes = has_teacher_head(spec) ? retained_heads(spec, plan).most : forward.retained.most;
     program.lendable_bytes = forward.retained.lendable;
     return program;
 }

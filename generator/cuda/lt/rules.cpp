@@ -6,6 +6,7 @@
 #include "generator/chunk_cost.hpp"
 #include "generator/cuda/common/gemm_cost.hpp"
 #include "generator/cuda/lt/path.hpp"
+#include "templates/common/divergence_math.cuh"
 #include "templates/lt/params.cuh"
 
 namespace flce::lt {
@@ -70,9 +71,14 @@ Cost forward_cost(const Spec& spec, const Device& device, const Plan& plan, doub
     const double n = num_tokens;
     const double d = static_cast<double>(spec.hidden_size);
     const double v = static_cast<double>(spec.vocab_size);
-    const double between = n * v * (4 + 2 * retained);
-    Cost cost{.flops = 2 * n * v * d, .bytes = between + n * v * 4 + v * d * 2 * up_div(n, plan.cuda.forward.block_m)};
-    cost.seconds = seconds_of(device, cost.flops, efficiency_of(plan.cuda.forward), 2 * calls_of(plan.cuda.forward, n, v), between);
+    const double both = d + static_cast<double>(spec.teacher_hidden_size);
+    const double heads = has_teacher_head(spec) ? 2 : 1;
+    const double walks = has_teacher_head(spec) && divergence_form(spec.divergence_beta) == kMixture ? 2 : 1;
+    const double between = walks * n * v * (4 * heads + 2 * retained);
+    Cost cost{.flops = walks * 2 * n * v * both,
+              .bytes = between + walks * (heads * n * v * 4 + v * both * 2 * up_div(n, plan.cuda.forward.block_m))};
+    cost.seconds =
+        seconds_of(device, cost.flops, efficiency_of(plan.cuda.forward), walks * (heads + 1) * calls_of(plan.cuda.forward, n, v), between);
     add_rounding(spec, device, cost);
     return cost;
 }
@@ -83,17 +89,20 @@ Cost backward_cost(const Spec& spec, const Device& device, const Plan& plan, dou
     const double kept = static_cast<double>(spec.vocab_size) * retained;
     const double again = static_cast<double>(spec.vocab_size) - kept;
     Plan beside_sums = plan;
-    beside_sums.scratch_bytes -= std::int64_t{4} * plan.cuda.dlogits.block_m * plan.cuda.dlogits.block_n + kGemmWorkspaceBytes;
+    const double of_teacher = static_cast<double>(spec.teacher_hidden_size);
+    const std::int64_t heads = has_teacher_head(spec) ? 2 : 1;
+    beside_sums.scratch_bytes -= heads * 4 * plan.cuda.dlogits.block_m * plan.cuda.dlogits.block_n + kGemmWorkspaceBytes;
     const double chunks = again > 0 ? up_div(again, gpu_chunk_rows(spec, beside_sums, n)) : 0;
     const double blocks = up_div(kept, kLtRetainedColumns);
     const double moves = spec.grad_weight_mode == GradMode::accumulate ? 2 : 1;
     const double gradient = static_cast<double>(spec.vocab_size) * d * static_cast<double>(element_bytes(spec.grad_weight_dtype)) * moves;
     const double sums = 8 * n * d * (chunks + blocks);
-    const double between = n * again * 6;
-    Cost cost{.flops = 4 * n * kept * d + 6 * n * again * d, .bytes = between + n * again * 8 + n * kept * 4 + gradient + sums};
-    const double calls = 2 * calls_of(plan.cuda.dlogits, n, again) + 2 * (chunks + blocks) + 4;
+    const double between = n * again * (2 + 4 * static_cast<double>(heads));
+    Cost cost{.flops = 4 * n * kept * d + n * again * (6 * d + 2 * of_teacher),
+              .bytes = between + n * again * 8 + n * kept * 4 + gradient + sums};
+    const double calls = (1 + static_cast<double>(heads)) * calls_of(plan.cuda.dlogits, n, again) + 2 * (chunks + blocks) + 4;
     cost.seconds = seconds_of(device, 4 * n * (kept + again) * d, 1.0, calls, between + sums) +
-                   seconds_of(device, 2 * n * again * d, efficiency_of(plan.cuda.dlogits), 0, 0);
+                   seconds_of(device, 2 * n * again * (d + of_teacher), efficiency_of(plan.cuda.dlogits), 0, 0);
     add_rounding(spec, device, cost);
     return cost;
 }

@@ -21,6 +21,7 @@ Reason problem(const Spec& spec, const Device& device, Strategy strategy) {
         return fmt::format("batch_invariant: {} divides sums by the number of tokens; it needs the CPU, or a Hopper GPU and bf16", kName);
     }
     if (auto reason = oldest_gpu_problem(device)) return reason;
+    if (auto reason = teacher_head_problem(spec, kName)) return reason;
     return strategy == Strategy::retain ? retain_problem(spec) : std::nullopt;
 }
 

@@ -69,6 +69,14 @@ struct Spec {
     int teacher_top_k = 0;         ///< K, 0 to 1024: a call has K ids of classes and their probabilities for each token (the teacher's); 0:
                                    ///< none. Not together with class_weight or dft
     double hard_weight = 0.0;      ///< 0 to 1, with teacher_top_k: the share of the target's cross entropy
+    std::int64_t teacher_hidden_size = 0;  ///< D_t: the loss is the divergence from a teacher's head over the same classes. Its hidden
+                                           ///< states have D_t numbers (a multiple of 8), its weight V rows in the spec's layout and dtype.
+                                           ///< 0: none. Not together with options of a target's cross entropy
+    double divergence_beta = 0.0;          ///< β, 0 to 1: KL(teacher ‖ student) at 0, KL(student ‖ teacher) at 1, between them (1 − β) ·
+                                           ///< KL(student ‖ m) + β · KL(teacher ‖ m) with the mixture m = (1 − β) · student + β · teacher
+    bool teacher_bias = false;             ///< the teacher's head has a bias [V]
+    double teacher_logit_scale = 1.0;      ///< logit_scale of the teacher's head
+    double teacher_softcap = 0.0;          ///< softcap of the teacher's head
     Outputs outputs{};
 
     friend bool operator==(const Spec&, const Spec&) = default;
@@ -86,7 +94,8 @@ struct Spec {
 /// Parses "key=value,flag,…", the JSON object that parse_spec_json reads, or "@file.json" (a file that holds one). Keys: D or hidden_size,
 /// V or vocab_size, padded_vocab_size, whole_vocab_size, dtype, layout, tied, weight_dtype, grad_hidden_dtype, grad_weight_dtype,
 /// grad_weight_mode, bias, class_weight, temperature, token_weight, batch_invariant, dft, logit_scale, softcap, label_smoothing, z_loss,
-/// teacher_top_k, hard_weight, outputs (names joined by '+': loss+lse+logprobs+entropy+top1+log_sum_sq_probs). dtypes: bf16, fp16, fp32, or
+/// teacher_top_k, hard_weight, teacher_hidden_size, divergence_beta, teacher_bias, teacher_logit_scale, teacher_softcap, outputs (names
+/// joined by '+': loss+lse+logprobs+entropy+top1+log_sum_sq_probs). dtypes: bf16, fp16, fp32, or
 /// torch's bfloat16, float16, float32. D and V are required; dtype defaults to bf16, weight_dtype and grad_hidden_dtype to dtype,
 /// grad_weight_dtype to weight_dtype, grad_weight_mode to write, or accumulate where tied is set. The result is normalized. Throws
 /// SpecError for an unknown or repeated key and for a bad value, EnvironmentError for a file that cannot be read.
@@ -104,6 +113,10 @@ struct Spec {
 
 /// Whether the layer is a shard of one whose classes lie on several ranks.
 [[nodiscard]] bool is_shard(const Spec& spec) noexcept;
+/// Whether the loss is the divergence from a teacher's head.
+[[nodiscard]] bool has_teacher_head(const Spec& spec) noexcept;
+/// The teacher's head as a layer of its own, without outputs beside the loss. For specs that have one.
+[[nodiscard]] Spec teacher_head(const Spec& spec);
 /// Classes that a label may name: those of all shards.
 [[nodiscard]] std::int64_t whole_vocab_size(const Spec& spec) noexcept;
 /// The weight's dtype in memory.

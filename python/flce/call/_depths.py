@@ -155,6 +155,9 @@ class Depths:
         made: dict[str, Any] = {}
         for name in _OF_ROWS:
             given = [of_depth[name] for of_depth in self.each]
+            for at, value in enumerate(given):
+                if name == "token_weight" and not isinstance(value, (Tensor, type(None))):
+                    raise errors.DTypeError(f"token_weight[{at}] is a {type(value).__name__}; it must be a tensor")
             if not any(isinstance(value, Tensor) for value in given) and len(set(given)) == 1:
                 made |= {} if given[0] is None else {name: given[0]}
             else:

@@ -337,6 +337,8 @@ class Frame:
             "hidden": (0, key.hidden_size),
             "teacher": (0, self.kernel.outputs.teacher_top_k),
             "weight": (key.hidden_size, rows) if key.hidden_major else (rows, key.hidden_size),
+            "teacher_hidden": (0, 0),  # a divergence's calls have structs of their own
+            "teacher_weight": (0, 0),
             "partial_sums": (0, 0),  # a ShardFrame's
             "all_partial_sums": (0, 0),
         }

@@ -3,12 +3,11 @@
 TRL >= 1.15 gives models a fused head (`trl.trainer.utils.add_fused_lm_head`). SFTTrainer, DPOTrainer, GRPOTrainer, RLOOTrainer, KTOTrainer
 and the experimental AsyncGRPOTrainer compute their losses from that head's numbers for a token: log-probability, entropy, log Σp², mean
 logit, and whether the label is the likeliest token. All of it comes from one function of TRL's, ChunkedLogProbFunction, in whose place
-flce's is put. The experimental AsyncDistillationTrainer has a function of its own for a teacher's likeliest tokens, `_chunked_jsd_loss`,
-which is replaced as well.
+flce's is put. DistillationTrainer (TRL >= 1.16) has another, ChunkedDivergenceFunction, of two models' heads, and the experimental
+AsyncDistillationTrainer one for a teacher's likeliest tokens, `_chunked_jsd_loss`; both are replaced as well.
 
 These parts stay TRL's own:
 
-- `ChunkedDivergenceFunction` of DistillationTrainer, a divergence of two whole softmaxes, which flce does not have;
 - users of the model's logits: `compute_loss_func`, label smoothing, `compute_metrics`, and the experimental trainers A2PO, CPO, GKD,
   GOLD, IW-OPD, Online DPO, ORPO, SDFT, SDPO, ServerDistillation and TPO;
 - a reward model's head, which has no vocabulary.
@@ -21,13 +20,18 @@ from types import ModuleType, TracebackType
 from flce import errors
 from flce.core import _locks, _native
 from flce.trl import _divergence, _own
+from flce.trl._divergence import ChunkedDivergenceFunction
 from flce.trl._log_probs import ChunkedLogProbFunction
 from flce.trl._own import TemperatureError, calls
 
-__all__ = ["ChunkedLogProbFunction", "Patched", "TemperatureError", "calls", "patch", "unpatch"]
+__all__ = ["ChunkedDivergenceFunction", "ChunkedLogProbFunction", "Patched", "TemperatureError", "calls", "patch", "unpatch"]
 
 _lock = _locks.new_lock()
-_stand_ins = ((_own.LOG_PROBS, ChunkedLogProbFunction), (_own.DIVERGENCE, _divergence.chunked_jsd_loss))
+_stand_ins = (
+    (_own.LOG_PROBS, ChunkedLogProbFunction),
+    (_own.TWO_HEADS, ChunkedDivergenceFunction),
+    (_own.DIVERGENCE, _divergence.chunked_jsd_loss),
+)
 _places: set[tuple[ModuleType, str]] = set()  # names that hold a stand-in; empty: TRL is not patched
 
 

@@ -1,6 +1,7 @@
-"""Replaces AsyncDistillationTrainer's `_chunked_jsd_loss`: a divergence from a teacher that is known by its likeliest tokens.
+"""Replaces TRL's divergences from a teacher: DistillationTrainer's ChunkedDivergenceFunction, of two whole softmaxes, which is
+`flce.linear_divergence`, and AsyncDistillationTrainer's `_chunked_jsd_loss`, of a teacher that is known by its likeliest tokens.
 
-Such a divergence is a function of the student's log-probabilities at those tokens, which `flce.linear_logprobs_at` has with their gradient.
+The latter is a function of the student's log-probabilities at those tokens, which `flce.linear_logprobs_at` has with their gradient.
 """
 
 from __future__ import annotations
@@ -11,10 +12,80 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flce import divergence as two_heads
 from flce import errors, functional
 from flce.call._arguments import MOST_TEACHER_TOP_K
 from flce.core._once import say_once
 from flce.trl import _own
+
+
+class ChunkedDivergenceFunction:
+    """Stands in for TRL's autograd function of this name: `apply` has its arguments and outputs, which autograd follows as before."""
+
+    @staticmethod
+    def apply(
+        student_hidden: Tensor,
+        student_weight: Tensor,
+        student_bias: Tensor | None,
+        teacher_hidden: Tensor,
+        teacher_weight: Tensor,
+        teacher_bias: Tensor | None,
+        beta: float,
+        temperature: float = 1.0,
+        student_logit_scale: float = 1.0,
+        student_final_logit_softcapping: float | None = None,
+        teacher_logit_scale: float = 1.0,
+        teacher_final_logit_softcapping: float | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """(divergence, the student's entropy), [N] fp32 each; the divergence has gradients of the student's hidden, weight and bias.
+
+        student_hidden [N, H_s], student_weight [V, H_s], teacher_hidden [N, H_t], teacher_weight [V or more, H_t], biases of as many
+        classes. Weights of another dtype than that in which TRL computes logits are copied in it. What `ChunkedLogProbFunction` leaves to
+        TRL, heads of two dtypes, and on a GPU float32, is TRL's own function's.
+        """
+        _own.check_temperature(temperature)
+        given = (
+            *(student_hidden, student_weight, student_bias, teacher_hidden, teacher_weight, teacher_bias, beta, temperature),
+            *(student_logit_scale, student_final_logit_softcapping, teacher_logit_scale, teacher_final_logit_softcapping),
+        )
+        formula = {
+            "student_logit_scale": student_logit_scale,
+            "student_final_logit_softcapping": student_final_logit_softcapping,
+            "teacher_logit_scale": teacher_logit_scale,
+            "teacher_final_logit_softcapping": teacher_final_logit_softcapping,
+        }
+        also = _why_not_two_heads(student_hidden, teacher_hidden, teacher_weight)
+        if not _own.computes("ChunkedDivergenceFunction", student_hidden, student_weight, formula, also):
+            return _own.TWO_HEADS.own().apply(*given)  # type: ignore[no-any-return]
+        dtype, classes = _own.compute_dtype(student_hidden), student_weight.shape[0]
+        made = two_heads.linear_divergence(
+            student_hidden.to(dtype),
+            student_weight.to(dtype),
+            teacher_hidden.detach().to(dtype),
+            teacher_weight[:classes].detach().to(dtype),
+            beta=beta,
+            temperature=temperature,
+            student_bias=None if student_bias is None else student_bias.to(dtype),
+            teacher_bias=None if teacher_bias is None else teacher_bias[:classes].detach().to(dtype),
+            student_logit_scale=student_logit_scale,
+            student_softcap=student_final_logit_softcapping,
+            teacher_logit_scale=teacher_logit_scale,
+            teacher_softcap=teacher_final_logit_softcapping,
+            return_student_entropy=True,
+        )
+        assert isinstance(made, two_heads.Divergence) and made.student_entropy is not None
+        return made.divergence, made.student_entropy
+
+
+def _why_not_two_heads(student: Tensor, teacher: Tensor, teacher_weight: Tensor) -> str | None:
+    dtype, of_teacher = _own.compute_dtype(student), _own.compute_dtype(teacher)
+    if hasattr(teacher_weight, "ds_id"):
+        return "the teacher's weight is divided by DeepSpeed's ZeRO-3"
+    if dtype is not of_teacher:
+        return f"the student computes in {dtype} and the teacher in {of_teacher}"
+    if student.device.type == "cuda" and dtype is torch.float32:
+        return "hidden states are in torch.float32, and flce's divergence is for 16-bit dtypes on a GPU"
+    return None
 
 
 def chunked_jsd_loss(
@@ -50,7 +121,7 @@ def chunked_jsd_loss(
         say_once(f"flce.trl: TRL's own _chunked_jsd_loss computes more than {MOST_TEACHER_TOP_K} classes a token")
         _own.count(fused=False)
         return _own.DIVERGENCE.own()(*given)  # type: ignore[no-any-return]
-    if not _own.computes("_chunked_jsd_loss", hidden_valid, lm_head_weight, **formula):
+    if not _own.computes("_chunked_jsd_loss", hidden_valid, lm_head_weight, formula):
         return _own.DIVERGENCE.own()(*given)  # type: ignore[no-any-return]
     dtype = torch.promote_types(hidden_valid.dtype, lm_head_weight.dtype)
     ids = _classes(target_ids, valid_candidate_mask, lm_head_weight.shape[0])

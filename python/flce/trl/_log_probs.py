@@ -46,7 +46,7 @@ class ChunkedLogProbFunction:
         _own.check_temperature(temperature)
         given = (hidden, weight, bias, targets, temperature, chunk_size, final_logit_softcapping, logit_scale, tuple(outputs))
         formula = {"logit_scale": logit_scale, "final_logit_softcapping": final_logit_softcapping}
-        if not _own.computes("ChunkedLogProbFunction", hidden, weight, **formula):
+        if not _own.computes("ChunkedLogProbFunction", hidden, weight, formula):
             return _own.LOG_PROBS.own().apply(*given)  # type: ignore[no-any-return]
         dtype = _own.compute_dtype(hidden)
         made = functional.linear_logprobs(

@@ -33,18 +33,25 @@ class TemperatureError(errors.SpecError, ZeroDivisionError):
 class Place:
     """A function of TRL's that flce stands in for."""
 
-    def __init__(self, module: str, name: str, parameters: str, *, experimental: bool) -> None:
+    def __init__(
+        self, module: str, name: str, parameters: str, *, experimental: bool = False, since: tuple[int, int] = OLDEST, of_head: bool = False
+    ) -> None:
         self.module, self.name, self.parameters = module, name, parameters.split()
         self.experimental = experimental  # only where TRL's user has imported it; another form than the expected is left alone
+        self.since = since  # the oldest TRL that has it
+        self.of_head = of_head  # the fused head's function
         self.known: Any = None
 
     def own(self) -> Any:
-        """The function. None where the module of an experimental one is not imported or has another form. Raises UnavailableError without
-        TRL or with one that is too old, ArgumentError where the function is not the one that is stood in for."""
+        """The function. None where the module of an experimental one is not imported or has another form, and in a TRL before it. Raises
+        UnavailableError without TRL or with one that is too old, ArgumentError where the function is not the one that is stood in for."""
         if self.known is None:
             with _lock:
                 if self.known is None:
-                    self.known = self._experimental() if self.experimental else self._checked(trl_version())
+                    version = trl_version()
+                    if _numbers_of(version) < self.since:
+                        return None
+                    self.known = self._experimental() if self.experimental else self._checked(version)
         return self.known
 
     def _experimental(self) -> Any:
@@ -67,7 +74,7 @@ class Place:
         if found != expected:
             taken = ", ".join(found) or "nothing"
             raise _not_this_trl(version, f"{self.module}.{self.name} takes {taken}; {', '.join(expected)} are expected")
-        if isinstance(own, type):
+        if self.of_head:
             optional = tuple(getattr(module, "OPTIONAL_OUTPUTS", ()))
             if optional != OPTIONAL_OUTPUTS:
                 raise _not_this_trl(version, f"{self.module}.OPTIONAL_OUTPUTS is {optional}; {OPTIONAL_OUTPUTS} is expected")
@@ -80,7 +87,14 @@ LOG_PROBS = Place(
     "trl.kernels.chunked_logprob",
     "ChunkedLogProbFunction",
     "hidden weight bias targets temperature chunk_size final_logit_softcapping logit_scale outputs",
-    experimental=False,
+    of_head=True,
+)
+TWO_HEADS = Place(
+    "trl.kernels.chunked_divergence",
+    "ChunkedDivergenceFunction",
+    "student_hidden student_weight student_bias teacher_hidden teacher_weight teacher_bias beta temperature student_logit_scale "
+    "student_final_logit_softcapping teacher_logit_scale teacher_final_logit_softcapping",
+    since=(1, 16),
 )
 DIVERGENCE = Place(
     "trl.experimental.async_distillation.async_distillation_trainer",
@@ -97,12 +111,16 @@ def trl_version() -> str:
         version: str = importlib.import_module("trl").__version__
     except ImportError as error:
         raise errors.UnavailableError(f"flce.trl needs TRL, which cannot be imported: {error}. pip install 'trl>=1.15'") from error
-    if tuple(int(part) for part in version.split(".")[:2] if part.isdigit()) < OLDEST:
+    if _numbers_of(version) < OLDEST:
         raise errors.UnavailableError(
             f"TRL is {version}; flce.trl takes {'.'.join(map(str, OLDEST))} and newer, whose trainers have a fused head. Install one, or "
             "have the model compute its loss without logits with flce.patch(model)"
         )
     return version
+
+
+def _numbers_of(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
 
 
 def _not_this_trl(version: str, difference: str) -> errors.ArgumentError:
@@ -134,9 +152,10 @@ def as_read(parameter: Tensor, dtype: torch.dtype) -> Tensor:
     return parameter.to(dtype)
 
 
-def computes(what: str, hidden: Tensor, weight: Tensor, **numbers: float | None) -> bool:
-    """Whether flce computes this layer; if not, logs once why TRL's own function does. `numbers`: of the logits' formula, by name."""
-    reason = _why_own(hidden, weight, numbers)
+def computes(what: str, hidden: Tensor, weight: Tensor, numbers: dict[str, float | None], also: str | None = None) -> bool:
+    """Whether flce computes this layer; if not, logs once why TRL's own function does. `numbers`: of the logits' formula, by name. `also`:
+    another reason against it."""
+    reason = _why_own(hidden, weight, numbers) or also
     count(fused=reason is None)
     if reason is not None:
         say_once(f"flce.trl: TRL's own {what} computes this output layer: {reason}")

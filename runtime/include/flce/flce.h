@@ -29,7 +29,7 @@ extern "C" {
 #endif
 
 /* Grows when functions or fields are added; fields and functions that are there keep their meaning. */
-#define FLCE_ABI_VERSION 12
+#define FLCE_ABI_VERSION 13
 
 /* The ABI version the library was built with, and the library's version ("0.1.0"). */
 FLCE_API int32_t flce_abi_version(void);
@@ -311,11 +311,19 @@ typedef struct flce_forward_args {
     const flce_tensor* teacher_logprobs;
     int64_t vocab_start;             /* label of the weight's first row in a shard; else 0 */
     const flce_tensor* partial_sums; /* [F, N] fp32, written: required with a shard, which writes no other output */
+    /* Required iff the spec has teacher_hidden_size = D_t, but for teacher_bias and teacher_entropy. */
+    const flce_tensor* teacher_hidden;     /* [N, D_t], the spec's dtype */
+    const flce_tensor* teacher_weight;     /* [V, D_t] (vocab_major) or [D_t, V] (hidden_major), the spec's dtype */
+    const flce_tensor* teacher_bias;       /* [V], the spec's dtype; required iff the spec has teacher_bias */
+    const flce_tensor* teacher_lse;        /* [N] fp32, written: backward reads it, as student_divergence */
+    const flce_tensor* teacher_entropy;    /* [N] fp32, written; NULL: not wanted */
+    const flce_tensor* student_divergence; /* [N] fp32, written: the divergence at a beta of 0 and 1, else KL(student || mixture) */
 } flce_forward_args;
 /* clang-format off */
 #define FLCE_FORWARD_ARGS_INIT                                                                                 \
     {sizeof(flce_forward_args), NULL, NULL, NULL, NULL, NULL, -100, FLCE_REDUCTION_MEAN, 0, NULL, NULL, NULL,  \
-     NULL, NULL, NULL, NULL, NULL, 0, FLCE_RETAINED_OWN, 0, NULL, NULL, NULL, NULL, NULL, NULL, NULL, 0, NULL}
+     NULL, NULL, NULL, NULL, NULL, 0, FLCE_RETAINED_OWN, 0, NULL, NULL, NULL, NULL, NULL, NULL, NULL, 0, NULL,  \
+     NULL, NULL, NULL, NULL, NULL, NULL}
 /* clang-format on */
 
 /* Arguments that make a shard's outputs from all shards' partial sums. Tensors as in forward, but for three. */
@@ -385,12 +393,17 @@ typedef struct flce_backward_args {
     const flce_tensor* class_weight_total;
     int32_t stage;        /* FLCE_STAGE_... */
     int32_t hidden_ready; /* 1 if hidden is there when the first stage begins and may be read in it, else 0; equal in both stages */
+    const flce_tensor* teacher_hidden; /* teacher_hidden to teacher_bias: as in forward. The teacher gets no gradient */
+    const flce_tensor* teacher_weight;
+    const flce_tensor* teacher_bias;
+    const flce_tensor* teacher_lse; /* teacher_lse and student_divergence: [N] fp32, as forward wrote them */
+    const flce_tensor* student_divergence;
 } flce_backward_args;
 /* clang-format off */
 #define FLCE_BACKWARD_ARGS_INIT                                                                             \
     {sizeof(flce_backward_args), NULL, NULL, NULL, NULL, NULL, -100, FLCE_REDUCTION_MEAN, 0, NULL, NULL,    \
      NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, 0, FLCE_RETAINED_OWN, 0, NULL, NULL, NULL, NULL, \
-     NULL, NULL, 0, NULL, NULL, FLCE_STAGE_WHOLE, 0}
+     NULL, NULL, 0, NULL, NULL, FLCE_STAGE_WHOLE, 0, NULL, NULL, NULL, NULL, NULL}
 /* clang-format on */
 
 /* JSON description of these three structs, for bindings that build them when they are loaded:
@@ -399,7 +412,8 @@ typedef struct flce_backward_args {
  * type: "tensor" (const flce_tensor*), "pointer", "size", "int32", "int64". elements: what the tensor's element type is: "spec", "weight",
  * "grad_hidden", "grad_weight" (the spec's dtype, weight_dtype, grad_hidden_dtype, grad_weight_dtype), "fp32", "int64", "uint64", "label"
  * (int32 or int64), "count" (fp32, int32, int64). extent: its shape: "scalar", "tokens" [N], "loss" ([N] or a scalar), "classes" [V],
- * "hidden" [N, D], "weight", "teacher" [N, K], "partial_sums" [F, N], "all_partial_sums" [R x F, N]. */
+ * "hidden" [N, D], "weight", "teacher" [N, K], "teacher_hidden" [N, D_t], "teacher_weight", "partial_sums" [F, N], "all_partial_sums"
+ * [R x F, N]. */
 FLCE_API flce_status flce_call_arguments_json(char* buffer, size_t capacity, size_t* needed);
 
 /* `workspace`: scratch of the caller's on the kernel's device, 256-byte aligned, at least flce_kernel_workspace_bytes(); NULL where that is

@@ -101,6 +101,9 @@ struct ForwardArgs {
     /// [N, K] fp32, required with the ids: the classes' probabilities q, or any numbers; they need not add up to 1. A probability of 0, or
     /// at no class, adds nothing; a negative one counts as it is; a NaN makes its token's loss and gradients NaN
     TensorView teacher_probs{};
+    TensorView teacher_hidden{};  ///< [N, D_t], spec dtype; required iff spec.teacher_hidden_size, and so are the other two of its tensors
+    TensorView teacher_weight{};  ///< [V, D_t] (vocab_major) or [D_t, V] (hidden_major), spec dtype
+    TensorView teacher_bias{};    ///< [V], spec dtype; required iff spec.teacher_bias
     std::int64_t ignore_index = -100;
     Reduction reduction = Reduction::mean;
     /// Scalar int32, int64 or fp32 that mean divides by; absent: the valid tokens (or their class weights) are counted.
@@ -115,6 +118,10 @@ struct ForwardArgs {
     TensorView
         teacher_logprobs{};        ///< [N, K] fp32, required with the ids, since backward reads it: log p of each id, 0 at no class and for
                                    ///< ignored rows
+    TensorView teacher_lse{};      ///< [N] fp32, required with teacher_hidden, since backward reads it; 0 for ignored rows
+    TensorView teacher_entropy{};  ///< [N] fp32, 0 for ignored rows
+    TensorView student_divergence{};  ///< [N] fp32, required with teacher_hidden, since backward reads it: the divergence at β of 0 and 1,
+                                      ///< between them KL(student ‖ m)
     TensorView invalid_label{};    ///< one uint64 that the caller set to ~0: receives the smallest index of a row with a fault. A fault is
                                    ///< a label that is neither ignore_index nor in [0, V), or a temperature that is not between 2^-100 and
                                    ///< 2^100: such rows count as ignored, with or without this tensor. A fault is also a teacher's id out
@@ -159,6 +166,9 @@ struct BackwardArgs {
     TensorView token_weight{};
     TensorView teacher_ids{};
     TensorView teacher_probs{};
+    TensorView teacher_hidden{};  ///< teacher_hidden to teacher_bias: as in forward. The teacher gets no gradient
+    TensorView teacher_weight{};
+    TensorView teacher_bias{};
     std::int64_t ignore_index = -100;
     Reduction reduction = Reduction::mean;
     TensorView num_valid{};
@@ -166,8 +176,10 @@ struct BackwardArgs {
     TensorView logprobs{};          ///< [N] fp32, as forward wrote it; required with spec.dft
     TensorView entropy{};           ///< [N] fp32, as forward wrote it; required with grad_entropy
     TensorView teacher_logprobs{};  ///< [N, K] fp32, as forward wrote it; required with spec.teacher_top_k
-    TensorView grad_loss{};         ///< fp32: [N] for none, scalar otherwise; absent: 1, or 0 without spec.outputs.loss
-    TensorView grad_lse{};          ///< [N] fp32; absent: 0, and so for grad_logprobs and grad_entropy
+    TensorView teacher_lse{};       ///< [N] fp32, as forward wrote it, and so is student_divergence; required with teacher_hidden
+    TensorView student_divergence{};
+    TensorView grad_loss{};  ///< fp32: [N] for none, scalar otherwise; absent: 1, or 0 without spec.outputs.loss
+    TensorView grad_lse{};   ///< [N] fp32; absent: 0, and so for grad_logprobs and grad_entropy
     TensorView grad_logprobs{};
     TensorView grad_entropy{};
     TensorView grad_hidden{};  ///< [N, D], grad_hidden_dtype(spec); absent: not computed. Ignored rows receive 0

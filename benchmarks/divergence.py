@@ -1,0 +1,203 @@
+"""flce.linear_divergence beside what else computes a divergence of two heads, and beside the bare GEMMs of its arithmetic, in one process
+and in an order drawn anew.
+
+    python3 benchmarks/divergence.py [--shape 4096x2048x4096x151936] [--beta 0.5] [--seconds 20] [--out FILE.json]
+
+A shape is tokens x the student's hidden size x the teacher's x classes. Forward and backward in bf16, each step behind the floor, so that
+every step finds the GPU's clocks as it leaves them. Floors: the products of forward (twice for a mixture, whose normalizers have to be
+known first), of logits that backward computes again, and of the student's two gradients; and these without the logits of backward. Peers
+are plain torch with fp32 logits, torch.compile of it, TRL's chunked function and Liger's fused one, where they are installed. The table has
+medians: milliseconds, the ratio to the floor, peak memory beyond inputs and their gradients, and errors relative to fp64's of 64 tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import math
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from gpu_timing import commit, driver, timed
+from torch import Tensor
+
+import flce
+
+FLOOR, RETAINED_FLOOR = "GEMMs", "GEMMs, logits of backward left out"
+CHECKED = 64
+Loss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # divergences [N] of student's hidden and weight, teacher's hidden and weight
+
+
+class Heads:
+    def __init__(self, num_tokens: int, student_size: int, teacher_size: int, vocab_size: int) -> None:
+        torch.manual_seed(0)
+        like: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cuda"}
+        self.hidden = torch.randn(num_tokens, student_size, **like).requires_grad_()
+        self.weight = torch.empty(vocab_size, student_size, **like).normal_(std=2 * student_size**-0.5).requires_grad_()
+        self.teacher_hidden = torch.randn(num_tokens, teacher_size, **like)
+        self.teacher_weight = torch.empty(vocab_size, teacher_size, **like).normal_(std=2 * teacher_size**-0.5)
+        self.dlogits = torch.randn(num_tokens, vocab_size, **like)
+
+    def inputs(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.hidden, self.weight, self.teacher_hidden, self.teacher_weight
+
+    def logits_gemms(self) -> None:
+        self.hidden.detach() @ self.weight.detach().t()
+        self.teacher_hidden @ self.teacher_weight.t()
+
+    def gradient_gemms(self) -> None:
+        self.dlogits @ self.weight.detach()
+        self.dlogits.t() @ self.hidden.detach()
+
+
+def of_logits(beta: float, student: Tensor, teacher: Tensor) -> Tensor:
+    student, teacher = student.log_softmax(-1), teacher.log_softmax(-1)
+    if beta == 0:
+        return (teacher.exp() * (teacher - student)).sum(-1)
+    if beta == 1:
+        return (student.exp() * (student - teacher)).sum(-1)
+    mixture = torch.logaddexp(student + math.log(1 - beta), teacher + math.log(beta))
+    return ((1 - beta) * student.exp() * (student - mixture) + beta * teacher.exp() * (teacher - mixture)).sum(-1)
+
+
+def plain(beta: float) -> Loss:
+    return lambda hidden, weight, teacher_hidden, teacher_weight: of_logits(
+        beta, (hidden @ weight.t()).float(), (teacher_hidden @ teacher_weight.t()).float()
+    )
+
+
+def fused(beta: float, limit: int | None = None) -> Loss:
+    return lambda *heads: flce.linear_divergence(*heads, beta=beta, workspace_limit_bytes=limit)  # type: ignore[return-value]
+
+
+def trl(beta: float) -> Loss:
+    from trl.kernels.chunked_divergence import ChunkedDivergenceFunction
+
+    def loss(hidden: Tensor, weight: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor) -> Tensor:
+        made: Tensor = ChunkedDivergenceFunction.apply(hidden, weight, None, teacher_hidden, teacher_weight, None, beta)[0]
+        return made
+
+    return loss
+
+
+def liger(beta: float) -> Loss:
+    """Its loss is the mean over tokens of the generalized divergence, whose beta weighs as TRL's does."""
+    from liger_kernel.transformers.fused_linear_jsd import LigerFusedLinearJSD
+
+    module = LigerFusedLinearJSD(jsd_beta=beta)
+    return lambda hidden, weight, teacher_hidden, teacher_weight: module(hidden, weight, teacher_hidden, teacher_weight, None)
+
+
+CONTENDERS: dict[str, Callable[[float], Loss]] = {
+    "flce": fused,
+    "flce in 1 GiB": lambda beta: fused(beta, 1 << 30),
+    "flce all retained": lambda beta: fused(beta, 1 << 40),
+    "torch": plain,
+    "torch.compile": lambda beta: torch.compile(plain(beta)),
+    "TRL": trl,
+    "Liger": liger,
+}
+
+
+def step(loss: Loss, heads: Heads) -> tuple[Tensor, tuple[Tensor, ...]]:
+    divergence = loss(*heads.inputs())
+    return divergence.detach(), torch.autograd.grad(divergence.sum(), (heads.hidden, heads.weight))
+
+
+def peak_of(run: Callable[[], Any], gradients: int) -> int:
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run()
+    torch.cuda.synchronize()
+    return int(torch.cuda.max_memory_allocated() - before) - gradients
+
+
+def errors_of(loss: Loss, beta: float, heads: Heads) -> dict[str, float]:
+    """Errors of a few tokens, to fp64."""
+    few = [each.detach()[:CHECKED] if each.shape[0] == heads.hidden.shape[0] else each.detach() for each in heads.inputs()]
+    few[0].requires_grad_()
+    found = loss(few[0], *few[1:])
+    if found.dim() == 0:  # a mean, of whose parts nothing is known
+        return {}
+    exact = [each.detach().double() for each in few]
+    exact[0].requires_grad_()
+    right = of_logits(beta, exact[0] @ exact[1].t(), exact[2] @ exact[3].t())
+    (gradient,), (expected,) = (torch.autograd.grad(made.sum(), (of,)) for made, of in ((found, few[0]), (right, exact[0])))
+    return {
+        "divergence": float((found.double() - right).norm() / right.norm()),
+        "grad_hidden": float((gradient.double() - expected).norm() / expected.norm()),
+    }
+
+
+def floors(heads: Heads, beta: float) -> dict[str, Callable[[], Any]]:
+    walks = 2 if 0 < beta < 1 else 1
+
+    def retained() -> None:
+        for _ in range(walks):
+            heads.logits_gemms()
+        heads.gradient_gemms()
+
+    def all_again() -> None:
+        retained()
+        heads.logits_gemms()
+
+    return {FLOOR: all_again, RETAINED_FLOOR: retained}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="4096x2048x4096x151936", help="tokens x student's size x teacher's size x classes")
+    parser.add_argument("--beta", type=float, default=0.5)
+    parser.add_argument("--contenders", default=",".join(CONTENDERS), help="names, separated by commas; torch has whole logits")
+    parser.add_argument("--seconds", type=float, default=20, help="time to measure, about (default: 20)")
+    parser.add_argument("--commit", help="of what is measured (default: git's)")
+    parser.add_argument("--out", type=Path, help="a file for the figures as JSON")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("no CUDA device")
+    heads = Heads(*map(int, arguments.shape.split("x")))
+    gradients = 2 * (heads.hidden.numel() + heads.weight.numel())
+    steps, rows = floors(heads, arguments.beta), {}
+    for name in arguments.contenders.split(","):
+        try:
+            loss = CONTENDERS[name](arguments.beta)
+            rows[name] = {"errors": errors_of(loss, arguments.beta, heads)}
+            run = lambda loss=loss: step(loss, heads)  # noqa: E731
+            run()
+            rows[name]["memory_bytes"] = peak_of(run, gradients)
+            steps[name] = run
+        except Exception as error:
+            rows[name] = {"reason": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"}
+    found: list[dict[str, float]] = []
+    end, order = time.monotonic() + arguments.seconds, random.Random(0)
+    while time.monotonic() < end or len(found) < 4:
+        one = {}
+        for name in order.sample(list(steps), len(steps)):
+            steps[RETAINED_FLOOR]()
+            one[name] = timed(steps[name])
+        found.append(one)
+    for name in steps:
+        rows.setdefault(name, {})["milliseconds"] = statistics.median(one[name] for one in found)
+    for name, row in rows.items():
+        if "milliseconds" in row:
+            row["ratio"] = row["milliseconds"] / rows[FLOOR]["milliseconds"]
+        shown = {key: (f"{value:.4g}" if isinstance(value, float) else value) for key, value in row.items()}
+        print(f"{name:40} {shown}", flush=True)
+    report = {
+        "gpu": torch.cuda.get_device_name(), "driver": driver(), "torch": torch.__version__, "commit": arguments.commit or commit(),
+        "date": datetime.date.today().isoformat(), "shape": arguments.shape, "beta": arguments.beta, "rounds": len(found), "rows": rows,
+    }  # fmt: skip
+    if arguments.out is not None:
+        arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
