@@ -89,6 +89,23 @@ def test_losses_and_gradients_are_those_of_a_call_each(device: str, name: str, r
         close(got, right)
 
 
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_a_number_weighs_all_tokens_of_a_depth(device: str, reduction: str) -> None:
+    hidden, targets = depths(device)
+    weight = make_problem(device).weight
+
+    def gradients_of(token_weight: Any) -> tuple[Tensor, ...]:
+        losses = flce.linear_cross_entropy(hidden, weight, targets, token_weight=token_weight, reduction=reduction)
+        return *losses, *torch.autograd.grad(sum(loss.sum() for loss in losses), [*hidden, weight])
+
+    tensors = [torch.full(target.shape, factor, device=device) for target, factor in zip(targets, (0.5, 2.0, 0.25), strict=True)]
+    for got, right in zip(gradients_of([0.5, tensors[1], 0.25]), gradients_of(tensors), strict=True):
+        close(got, right)
+    same = [torch.full(target.shape, 2.0, device=device) for target in targets]
+    for got, right in zip(gradients_of(2.0), gradients_of(same), strict=True):
+        close(got, right)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_equal_to_plain_arithmetic_in_16_bits(device: str, dtype: torch.dtype) -> None:
     hidden, targets = depths(device, dtype)
@@ -231,7 +248,7 @@ def test_refusals_name_the_depth() -> None:
     refused(flce.ArgumentError, "a depth has no token_weight", reduction="weighted_mean")
     refused(flce.ArgumentError, "class_weight is given with z_loss=0.1", class_weight=torch.ones(V), z_loss=0.1)
     refused(flce.ShapeError, r"target\[1\] has shape \[2, 5\]", hidden, weight, [targets[0], targets[0], targets[2]])
-    refused(flce.DTypeError, r"token_weight\[0\] is a float; it must be a tensor", token_weight=2.0)
+    refused(flce.DTypeError, r"token_weight\[1\] is a str", token_weight=[None, "2", None])
     refused(flce.ShapeError, r"token_weight\[0\] has shape \[9\]", token_weight=[torch.ones(9), None, None])
     refused(flce.ShapeError, r"hidden\[1\] has shape \[2, 5, 16\]", [one, one[..., :16]], weight, [targets[0]] * 2)
     refused(flce.DTypeError, r"hidden\[1\] has dtype torch.bfloat16", [one, one.bfloat16()], weight, [targets[0]] * 2)

@@ -151,15 +151,14 @@ class Depths:
         return tuple(part.reshape(target.shape) for part, target in zip(parts, self.targets, strict=True))
 
     def row_numbers(self) -> dict[str, Any]:
-        """The options that have a number for each row; one number where that is all depths'."""
+        """The options that have a number for each row; a temperature that is all depths' stays one number."""
         made: dict[str, Any] = {}
         for name in _OF_ROWS:
             given = [of_depth[name] for of_depth in self.each]
-            for at, value in enumerate(given):
-                if name == "token_weight" and not isinstance(value, (Tensor, type(None))):
-                    raise errors.DTypeError(f"token_weight[{at}] is a {type(value).__name__}; it must be a tensor")
-            if not any(isinstance(value, Tensor) for value in given) and len(set(given)) == 1:
-                made |= {} if given[0] is None else {name: given[0]}
+            if all(value is None for value in given):
+                continue
+            if name == "temperature" and not any(isinstance(value, Tensor) for value in given) and len(set(given)) == 1:
+                made[name] = given[0]
             else:
                 made[name] = self._rows(self._numbers_of(name, at, value) for at, value in enumerate(given))
         return made
@@ -206,5 +205,7 @@ class Depths:
         if class_weight is not None:
             counted = counted * class_weight.detach().to(torch.float32)[torch.where(valid, target, 0).long()]
         if reduction == "weighted_mean":
-            counted = torch.where(valid, counted * given["token_weight"].detach().to(torch.float32), 0)
+            weights = given["token_weight"]
+            weights = weights.detach().to(torch.float32) if isinstance(weights, Tensor) else number("token_weight", weights)
+            counted = torch.where(valid, counted * weights, 0)
         return counted.sum()
