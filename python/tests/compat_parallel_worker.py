@@ -246,6 +246,27 @@ def verl_logprobs(dtype: torch.dtype, reduction: str, in_graph: bool) -> None:
     close(gradient(weight), gradient(exact.weight)[rows], dtype)
 
 
+def verl_top_k(dtype: torch.dtype) -> None:
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    layer = layer_of(dtype, shape=(3, 7), ignore_index=None, vocab_size=ROWS * ranks)
+    ids = torch.randint(0, ROWS * ranks, (3, 7, 5), generator=generator(4))
+    upstream = torch.randn(3, 7, 5, generator=generator(9))
+    exact = layer.in_double()
+    right = exact.logits(temperature=0.7).log_softmax(-1).gather(-1, ids)
+    (right * upstream).sum().backward()
+    rows = slice(ROWS * rank, ROWS * (rank + 1))
+    hidden, weight = leaf(layer.hidden), leaf(layer.weight[rows])
+    logprobs = verl.linear_topk_log_probs(hidden, weight, ids, 0.7, dist.group.WORLD)
+    assert_close(logprobs, right, dtype, output=True, factor=4.0)
+    same_on_every_rank(logprobs)
+    (logprobs * upstream).sum().backward()
+    assert_close(summed(gradient(hidden)), gradient(exact.hidden), dtype, factor=2.0)
+    close(gradient(weight), gradient(exact.weight)[rows], dtype)
+    refused(
+        ValueError, f"not in [0, {ROWS * ranks})", lambda: verl.linear_topk_log_probs(hidden, weight, ids + ROWS, 0.7, dist.group.WORLD)
+    )
+
+
 def verl_refusals() -> None:
     layer = layer_of(ignore_index=None)
 
@@ -394,6 +415,7 @@ CASES: list[tuple[Any, ...]] = [
     (one_rank,),
     *((verl_logprobs, *how) for how in itertools.product(DTYPES, ("none", "mean"), (False,))),
     *((verl_logprobs, torch.float32, *how) for how in (("sum", False), ("none", True))),
+    *((verl_top_k, dtype) for dtype in DTYPES),
     (verl_refusals,),
     *((torchtune_head, *how) for how in itertools.product(DTYPES, ("Shard(1)", "part"), FLAGS)),
     *((torchtune_head, torch.float32, kind, True, 9) for kind in ("Shard(1)", "Shard(2)", "Replicate", "whole")),

@@ -134,6 +134,7 @@ RELEASED = [
 
 _CCE = "apple/ml-cross-entropy@d42911f"  # 25.6.4
 _TORCHTUNE = "pytorch/torchtune@bd2a0fc"
+_VERL = "verl-project/verl@c8bb9d4"
 DECLARED = [
     StandIn(cce.linear_cross_entropy, _CCE, "", "linear_cross_entropy"),
     StandIn(cce.LinearCrossEntropy.__init__, _CCE, "", "LinearCrossEntropy.__init__"),
@@ -146,6 +147,7 @@ DECLARED = [
     StandIn(torchtune.LinearCrossEntropyLoss.forward, _TORCHTUNE, "", "LinearCrossEntropyLoss.forward"),
     StandIn(torchtune.LinearCrossEntropyLoss.apply_compile_strategy, _TORCHTUNE, "", "LinearCrossEntropyLoss.apply_compile_strategy"),
     StandIn(torchtune.LinearCrossEntropyLoss.patch_tp_plan, _TORCHTUNE, "", "LinearCrossEntropyLoss.patch_tp_plan"),
+    StandIn(verl.linear_topk_log_probs, _VERL, "", "linear_topk_log_probs"),
 ]
 DECLARATIONS = """
 def linear_cross_entropy(
@@ -175,4 +177,6 @@ class LinearCrossEntropyLoss:
     def forward(self, outputs, targets): ...
     def apply_compile_strategy(self, *args, **kwargs): ...
     def patch_tp_plan(self, tp_plan): ...
+
+def linear_topk_log_probs(hidden, weight, topk_ids, temperature=1.0, dist_process_group=None, chunk_size=None): ...
 """

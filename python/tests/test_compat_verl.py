@@ -1,4 +1,4 @@
-"""flce.compat.verl: log-probabilities, entropies and gradients against their formulas in fp64."""
+"""flce.compat.verl: log-probabilities of labels and of top-k classes, entropies and gradients against their formulas in fp64."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from support import assert_close
 from torch import Tensor
 
 import flce
-from flce.compat.verl import linear_cross_entropy
+from flce.compat.verl import linear_cross_entropy, linear_topk_log_probs
 from flce.core import _kernels
 
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -78,3 +78,38 @@ def test_a_label_that_is_no_class_is_reported(device: str) -> None:
     with pytest.raises(flce.LabelError) as caught:
         flce.check_labels()
     assert caught.value.row == 4
+
+
+@dtypes
+@pytest.mark.parametrize("shape", [(33,), (3, 7)], ids=str)
+@pytest.mark.parametrize("integer", [torch.int32, torch.int64], ids=str)
+def test_log_probabilities_of_top_k_classes(device: str, dtype: torch.dtype, shape: tuple[int, ...], integer: torch.dtype) -> None:
+    layer = make_layer(device, dtype, shape=shape, ignore_index=None)
+    classes = layer.weight.shape[0]
+    ids = torch.randint(0, classes, (*shape, 5), generator=torch.Generator().manual_seed(1)).to(device, integer)
+    ids[..., 1] = ids[..., 0]  # equal ids are places of their own
+    actual = linear_topk_log_probs(layer.hidden, layer.weight, ids, 0.7, chunk_size=4)
+    exact = layer.in_double()
+    right = exact.logits(temperature=0.7).log_softmax(-1).gather(-1, ids.long())
+    assert actual.dtype is torch.float32 and actual.shape == ids.shape
+    assert_close(actual, right, dtype, "logprobs", output=True, factor=4.0)
+    check_gradients([actual], [right], layer, exact)
+
+
+def test_top_k_classes_are_checked() -> None:
+    layer = make_layer(ignore_index=None)
+    classes = layer.weight.shape[0]
+    ids = layer.target[..., None].repeat_interleave(3, -1)
+    for wrong in (-1, classes):
+        with pytest.raises(ValueError, match=rf"not in \[0, {classes}\)"):
+            linear_topk_log_probs(layer.hidden, layer.weight, torch.where(ids == ids[0], wrong, ids))
+    with pytest.raises(TypeError, match="temperature is a int"):
+        linear_topk_log_probs(layer.hidden, layer.weight, ids, 1)
+    with pytest.raises(ValueError, match="temperature"):
+        linear_topk_log_probs(layer.hidden, layer.weight, ids, 0.0)
+    with pytest.raises(ValueError, match="chunk_size is 0"):
+        linear_topk_log_probs(layer.hidden, layer.weight, ids, chunk_size=0)
+    with pytest.raises(ValueError, match="ids has shape"):
+        linear_topk_log_probs(layer.hidden, layer.weight, ids[1:])
+    with pytest.raises(TypeError, match="float"):
+        linear_topk_log_probs(layer.hidden, layer.weight, ids.float())
