@@ -179,7 +179,7 @@ def test_a_label_past_the_vocabulary_is_reported() -> None:
     fj.check_labels()
     labels = [each[0].labels, each[1].labels.at[3].set(301), each[2].labels]
     fj.linear_cross_entropy([case.hidden for case in each], each[0].weight, labels)
-    with pytest.raises(errors.LabelError, match=r"target\[13\].*one behind the other"):
+    with pytest.raises(errors.LabelError, match=r"labels\[13\].*one behind the other"):
         fj.check_labels()
 
 

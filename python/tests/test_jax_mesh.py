@@ -288,6 +288,22 @@ def test_the_same_bits_on_every_device_of_the_axis() -> None:
     assert all(jnp.array_equal(row, made[0]) for row in made)
 
 
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_classes_that_every_device_has_whole_are_refused(name: str) -> None:
+    case = cases.case((16,), classes=320)
+    arrays = {"hidden": case.hidden, "weight": case.weight, "labels": case.labels}
+    shapes = {"hidden": P(), "weight": P("model") if name == "bias" else P(), "labels": P()}
+    if name == "bias":
+        arrays["bias"], shapes["bias"] = jnp.zeros(160), P()
+
+    def loss(each: dict[str, Any]) -> Any:
+        return fj.linear_cross_entropy(**each, axis_name="model")
+
+    call = jax.shard_map(loss, mesh=make_mesh(), in_specs=(shapes,), out_specs=P())
+    with pytest.raises(errors.PlacementError, match=f"{name} is the same on every device of axis 'model'"):
+        call(arrays)
+
+
 def test_labels_out_of_range_and_refusals_over_an_axis() -> None:
     case = cases.case((16,), classes=320)
     mesh = make_mesh()
@@ -297,7 +313,7 @@ def test_labels_out_of_range_and_refusals_over_an_axis() -> None:
     wrong = case.labels.at[5].set(320)
     found = over_axis(case.hidden, case.weight, wrong)
     assert np.allclose(found, fj.linear_cross_entropy(case.hidden, case.weight, case.labels.at[5].set(cases.IGNORED)))
-    with pytest.raises(errors.LabelError, match=r"target\[5\].*0 to 319"):
+    with pytest.raises(errors.LabelError, match=r"labels\[5\].*0 to 319"):
         fj.check_labels()
     top1 = functools.partial(fj.linear_cross_entropy, axis_name="model", return_top1=True)
     with pytest.raises(errors.ArgumentError, match="return_top1 is given with axis_name"):

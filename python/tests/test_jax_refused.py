@@ -88,7 +88,7 @@ def test_labels_out_of_range_are_told() -> None:
     wrong = case.labels.at[5].set(301).at[9].set(-3)
     loss = fj.linear_cross_entropy(case.hidden, case.weight, wrong)
     assert loss == fj.linear_cross_entropy(case.hidden, case.weight, case.labels.at[5].set(-100).at[9].set(-100))
-    with pytest.raises(errors.LabelError, match=r"target\[5\]") as caught:
+    with pytest.raises(errors.LabelError, match=r"labels\[5\]") as caught:
         fj.check_labels()
     assert caught.value.row == 5
     fj.check_labels()  # once
@@ -125,7 +125,7 @@ flce.jax.linear_cross_entropy(jnp.ones((9, 16)), jnp.ones((40, 16)), jnp.full(9,
 try:
     flce.jax.check_labels()
 except flce.LabelError as error:
-    assert "target[0]" in str(error), error
+    assert "labels[0]" in str(error), error
 else:
     raise SystemExit("no error")
 """

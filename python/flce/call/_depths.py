@@ -34,7 +34,8 @@ def _of_each(name: str, value: Any, count: int) -> list[Any]:
     if not are_several(value):
         return [value] * count
     if len(value) != count:
-        raise errors.ArgumentError(f"{name} has {len(value)} items and hidden has {count}; give one for each hidden state, or one for all")
+        for_all = "" if name == "loss_weights" else ", or one for all"
+        raise errors.ArgumentError(f"{name} has {len(value)} items and hidden has {count}; give one for each hidden state{for_all}")
     return list(value)
 
 

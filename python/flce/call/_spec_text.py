@@ -51,7 +51,9 @@ def spec_text(
 
 def number(name: str, value: Any) -> float:
     if not isinstance(value, numbers.Real):
-        raise errors.DTypeError(f"{name} is a {type(value).__name__}; it must be a number (a constant, not a tensor)")
+        raise errors.DTypeError(
+            f"{name} is a {type(value).__name__}; it must be a number (a constant: no tensor, and no argument of a traced function)"
+        )
     return float(value)
 
 

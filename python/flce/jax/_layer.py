@@ -194,6 +194,10 @@ def layer_of(
 ) -> tuple[Layer, tuple[jax.Array, ...]]:
     """`arrays`: hidden, weight, target, and bias, class weights, a temperature and a teacher's where there are any."""
     hidden, weight = arrays["hidden"], arrays["weight"]
+    ranks = 1 if axis_name is None else _sharded.ranks_of(axis_name)
+    if axis_name is not None:
+        for name in ("weight", *(each for each in _OF_CLASSES if each in arrays)):
+            _sharded.check_is_part(name, arrays[name], axis_name)
     padding = -hidden.shape[-1] % _DEPTH_STEP
     if padding:
         of_depth = (padding, 0) if weight_layout == "hidden_major" else (0, padding)
@@ -222,7 +226,7 @@ def layer_of(
         workspace_limit_bytes=workspace_limit(workspace_limit_bytes),
         top_k=top_k,
         named=named,
-        ranks=1 if axis_name is None else _sharded.ranks_of(axis_name),
+        ranks=ranks,
         axis_name=axis_name or "",
         read_back=read_back,
     )

@@ -96,13 +96,21 @@ def check_labels() -> None:
             else:
                 _set_words(index, _emptied(_words.pop(index), number))
             if number == _WORDS - 1:  # many kernels' word
-                raise errors.LabelError(f"target[{word}] is neither ignore_index nor a label (and it may not be the only row)", word)
+                raise errors.LabelError(f"labels[{word}] is neither ignore_index nor a label (and it may not be the only row)", word)
             try:
                 _native.check(_native.library().flce_kernel_check_invalid_label(lib.flce_jax_kernel_at(index, number), word))
             except errors.ArgumentError as error:
-                more = "; or cu_seqlens does not begin with 0, or decreases" if word == 0 else ""
-                where = "target is flattened here (of several hidden states one behind the other), and moved by a shift"
-                raise errors.LabelError(f"{error}{more}; {where}", word) from None
+                raise errors.LabelError(_said(str(error), word), word) from None
+
+
+def _said(fault: str, word: int) -> str:
+    """The library's words for a faulty row, with JAX's names."""
+    if "teacher_ids[" in fault:
+        fault += "; or one of its teacher_probs is not between 0 and 1"
+    if word == 0:
+        fault += "; or cu_seqlens was given and does not begin with 0, or decreases"
+    where = "labels are flattened here (of several hidden states one behind the other), and moved by a shift"
+    return f"{fault.replace('target[', 'labels[', 1)}; {where}"
 
 
 def _of_cpu(lib: ctypes.CDLL) -> np.ndarray[Any, np.dtype[np.uint64]]:

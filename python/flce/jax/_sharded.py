@@ -29,11 +29,24 @@ def ranks_of(axis_name: str) -> int:
     return int(jax.lax.axis_size(axis_name)) if hasattr(jax.lax, "axis_size") else int(jax.lax.psum(1, axis_name))
 
 
+def _checks_what_varies(axis_name: str) -> bool:
+    """Whether shard_map knows over which axes an array varies (check_vma)."""
+    return axis_name in _calls.varying(jax.lax.axis_index(axis_name))
+
+
+def check_is_part(name: str, array: jax.Array, axis_name: str) -> None:
+    """Refuses an array of classes that shard_map knows to be the same on every device: each would count its classes again."""
+    if ranks_of(axis_name) > 1 and _checks_what_varies(axis_name) and axis_name not in _calls.varying(array):
+        raise errors.PlacementError(
+            f"{name} is the same on every device of axis {axis_name!r}, where each has its part of the classes: name the axis in {name}'s "
+            f"PartitionSpec of shard_map's in_specs, as P({axis_name!r}) for [V, D], or leave axis_name out for a whole vocabulary"
+        )
+
+
 def whole_gradient(layer: Layer, gradient: jax.Array) -> jax.Array:
     """A result's gradient, which kernels of all parts need whole. Where shard_map does not check what varies (check_vma), or knows that the
     result varies over the axis (as its labels do), each device has a share of it."""
-    checked = layer.axis_name in _calls.varying(jax.lax.axis_index(layer.axis_name))
-    if checked and layer.axis_name not in _calls.varying(gradient):
+    if _checks_what_varies(layer.axis_name) and layer.axis_name not in _calls.varying(gradient):
         return gradient
     return jax.lax.psum(gradient, layer.axis_name)
 

@@ -23,7 +23,7 @@ def shifted(labels: jax.Array, shift: int, ignore_index: int, cu_seqlens: jax.Ar
         raise errors.ArgumentError(
             f"shift is {shift} and labels has shape {list(labels.shape)}, flattened tokens without cu_seqlens: where a sequence ends is "
             "not known. Give cu_seqlens, or hidden [batch, sequence, D] and labels [batch, sequence], or leave shift at 0 for labels that "
-            "are aligned already"
+            "are aligned already. One sequence, as each is under jax.vmap, has cu_seqlens=jnp.array([0, length])"
         )
     length = labels.shape[-1] if cu_seqlens is None else labels.size
     if 0 < length < shift:
