@@ -4,6 +4,7 @@
 #include <fmt/format.h>
 #include <xxhash.h>
 
+#include <algorithm>
 #include <array>
 #include <bit>
 #include <cfloat>
@@ -48,6 +49,7 @@ void check_sizes(const Spec& s) {
 
 /// Row kernels keep a token's ids in shared memory.
 constexpr int kMostTeacherTopK = 1024;
+constexpr double kLeastMixture = 0x1p-10;
 
 /// Option values reach the kernels as fp32, so they have to exist there.
 bool fits_fp32(double value) { return std::isfinite(value) && std::abs(value) <= FLT_MAX && (value == 0.0 || std::abs(value) >= FLT_MIN); }
@@ -73,7 +75,11 @@ void check_teacher_head(const Spec& s) {
     if (s.teacher_hidden_size < 8 || s.teacher_hidden_size % 8 != 0 || s.teacher_hidden_size > kMostSize) {
         refuse("teacher_hidden_size", s.teacher_hidden_size, "0 (none), or a multiple of 8 from 8 to 2^30 (rows of 16 bytes)");
     }
-    if (!(s.divergence_beta >= 0.0 && s.divergence_beta <= 1.0)) refuse("divergence_beta", s.divergence_beta, "from 0 to 1");
+    // Closer to 0 or 1, a mixture's terms and 1 - beta have no digits left in fp32.
+    const double from_end = std::min(s.divergence_beta, 1.0 - s.divergence_beta);
+    if (!(from_end == 0.0 || from_end >= kLeastMixture)) {
+        refuse("divergence_beta", s.divergence_beta, "0, 1, or from 2^-10 to 1 - 2^-10");
+    }
     check_logits("teacher_", s.teacher_logit_scale, s.teacher_softcap);
     constexpr std::string_view kNoTarget = "left out where there is a teacher_hidden_size, whose divergence has no target";
     if (s.label_smoothing != 0.0) refuse("label_smoothing", s.label_smoothing, kNoTarget);

@@ -19,6 +19,7 @@ from flce.core import _autograd, checks
 from flce.core._frame import is_hidden_major
 
 _REDUCTIONS = ("none", "sum", "mean")
+LEAST_MIXTURE = 2.0**-10  # distance of a beta that is neither 0 nor 1 from both
 
 
 class Divergence(NamedTuple):
@@ -59,21 +60,23 @@ def linear_divergence(
     Args:
         student_hidden: [..., D_s] fp32, bf16 or fp16, on the CPU or a CUDA device. On a GPU 16-bit, and kernels need cuBLASLt, which torch
             brings.
-        student_weight: [V, D_s] of the same dtype, or the view `w.t()` of a [D_s, V].
+        student_weight: [V, D_s] of the same dtype, or the view `w.t()` of a [D_s, V]; V is at least 2.
         teacher_hidden: [..., D_t], with the student's leading dimensions, dtype and device. It may not require a gradient.
         teacher_weight: [V, D_t], lying in memory as student_weight does. It gets no gradient, even where it is a parameter.
-        beta: 0 to 1.
+        beta: 0, 1, or from 2^-10 to 1 - 2^-10; closer to an end fp32 has no digits for a mixture.
         temperature: both heads' logits are divided by it: a number or [...], 2^-100 to 2^100. A token whose tensor element is out of this
             range counts as masked, and `check_labels` reports it. The divergence is not multiplied by its square.
         student_bias, teacher_bias: [V], of the heads' dtype.
         student_logit_scale to teacher_softcap: as logit_scale and softcap of `linear_cross_entropy`, for each head.
         mask: [...] bool, True where a token counts. Others have a divergence and entropies of 0, and their gradients are 0, whatever their
             hidden states hold.
-        token_weight: [...] of a floating dtype; a token's divergence is multiplied by it. It may require a gradient.
+        token_weight: [...] of a floating dtype; a token's divergence is multiplied by it. It may require a gradient. What it has at
+            masked tokens is not read.
         reduction: "none" gives [...], "sum" and "mean" a scalar; "mean" divides by the number of tokens that count. All fp32.
         return_student_entropy, return_teacher_entropy: also return the entropy of p, of q, [...] fp32 in nats, without a gradient.
         teacher_ids_map: [V] int64 or int32, the teacher's class of each student's class, for draft models with a smaller vocabulary
-            (EAGLE-3): q is then the softmax over these classes alone. The teacher's rows for them are copied.
+            (EAGLE-3): q is then the softmax over these classes alone. The teacher's rows for them are copied; teacher_bias is of all the
+            teacher's classes. On a CPU a class that the teacher does not have is an ArgumentError, on a GPU torch's own device assert.
         workspace_limit_bytes: the most memory beyond the call's tensors and their gradients, in forward and in backward, what forward
             leaves to backward included: 4 bytes for each logit of one head, which spare a GPU's backward (but under torch.compile) the
             products of both. None: 64 MiB and 4 bytes for each element of student_hidden, and nothing is left to backward.
@@ -86,19 +89,22 @@ def linear_divergence(
     """
     for name, flag in (("return_student_entropy", return_student_entropy), ("return_teacher_entropy", return_teacher_entropy)):
         checks.flag(name, flag)
-    _check_number("beta", beta, 0.0, 1.0)
+    _check_beta(beta)
     if reduction not in _REDUCTIONS:
         raise errors.ArgumentError(f"reduction is {reduction!r}; allowed are {', '.join(map(repr, _REDUCTIONS))}")
     if _autograd.transforms is not None and not torch.compiler.is_compiling() and _autograd.transforms() is not None:
         raise errors.UnsupportedTransformError("flce.linear_divergence is called under a transform of torch.func, which it does not have")
-    if teacher_ids_map is not None:
-        teacher_weight, teacher_bias = _mapped(teacher_ids_map, student_weight, teacher_weight, teacher_bias)
     tensors = {
         "student_hidden": student_hidden,
         "student_weight": student_weight,
         "teacher_hidden": teacher_hidden,
         "teacher_weight": teacher_weight,
     }
+    others = {"student_bias": student_bias, "teacher_bias": teacher_bias, "temperature": temperature, "teacher_ids_map": teacher_ids_map}
+    _check_tensors(tensors, others | {"mask": mask, "token_weight": token_weight})
+    if teacher_ids_map is not None:
+        teacher_weight, teacher_bias = _mapped(teacher_ids_map, student_weight, teacher_weight, teacher_bias)
+        tensors["teacher_weight"] = teacher_weight
     _check_heads(tensors, student_bias, teacher_bias)
     tokens = student_hidden.shape[:-1]
     per_token = _per_token(tokens, student_hidden.device, temperature=temperature, mask=mask, token_weight=token_weight)
@@ -119,12 +125,14 @@ def linear_divergence(
         retain,
     )
     divergence = divergence.view(tokens)
+    counted = _counted(mask, temperature)
     if "token_weight" in per_token:
-        divergence = divergence * per_token["token_weight"].view(tokens)
+        weights = per_token["token_weight"].view(tokens)
+        divergence = divergence * (weights if counted is None else torch.where(counted, weights, 0.0))
     if reduction != "none":
         divergence = divergence.sum()
         if reduction == "mean":
-            divergence = divergence / (max(math.prod(tokens), 1) if mask is None else mask.sum().clamp_min(1))
+            divergence = divergence / (max(math.prod(tokens), 1) if counted is None else counted.sum().clamp_min(1))
     if not return_student_entropy and not return_teacher_entropy:
         return divergence
     student, teacher = (each.view(tokens) for each in entropies.unbind(0))
@@ -138,13 +146,54 @@ def _check_number(name: str, given: Any, least: float, most: float) -> None:
         raise errors.ArgumentError(f"{name} is {given}; it must be from {least:g} to {most:g}")
 
 
+def _check_beta(given: Any) -> None:
+    _check_number("beta", given, 0.0, 1.0)
+    if not is_mixture(given) and given not in (0, 1):
+        raise errors.ArgumentError(f"beta is {given}; it must be 0, 1, or from 2^-10 to 1 - 2^-10: closer to an end take the end itself")
+
+
+def is_mixture(beta: float) -> bool:
+    """Whether a mixture of this beta has digits in fp32."""
+    return LEAST_MIXTURE <= beta <= 1 - LEAST_MIXTURE
+
+
+def _check_tensors(heads: dict[str, Tensor], others: dict[str, Any]) -> None:
+    """Refuses what is no local, dense tensor, and tangents that would be dropped."""
+    for name, given in heads.items():
+        if given is None:
+            raise errors.DTypeError(f"{name} is None; it must be a tensor")
+    tensors = heads | {name: given for name, given in others.items() if name.endswith(("_bias", "_map")) or isinstance(given, Tensor)}
+    check_tensors(**tensors)
+    for name, given in tensors.items():
+        refuse_dtensor(name, given)
+        if given is not None and name != "token_weight":
+            refuse_tangent(name, given)
+
+
+def _counted(mask: Tensor | None, temperature: Any) -> Tensor | None:
+    """Tokens that count; None where all do."""
+    if not isinstance(temperature, Tensor):
+        return mask
+    in_range = (temperature >= checks.LEAST_TEMPERATURE) & (temperature <= checks.MOST_TEMPERATURE)
+    return in_range if mask is None else mask & in_range
+
+
 def _mapped(ids: Tensor, student_weight: Tensor, teacher_weight: Tensor, teacher_bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """The teacher's head over the student's classes."""
-    check_tensors(teacher_ids_map=ids, student_weight=student_weight, teacher_weight=teacher_weight)
+    if student_weight.dim() != 2 or teacher_weight.dim() != 2:
+        shapes = f"{list(student_weight.shape)} and {list(teacher_weight.shape)}"
+        raise errors.ShapeError(f"student_weight and teacher_weight have shapes {shapes}; they must be [V, D]")
     if ids.dtype not in (torch.int64, torch.int32):
         raise errors.DTypeError(f"teacher_ids_map has dtype {ids.dtype}; allowed are int64 and int32")
     if ids.shape != student_weight.shape[:1]:
         raise errors.ShapeError(f"teacher_ids_map has shape {list(ids.shape)}; it must be [V], [{student_weight.shape[0]}]")
+    if ids.device != teacher_weight.device:
+        raise errors.PlacementError(f"teacher_ids_map is on {ids.device}; it must be on teacher_weight's device, {teacher_weight.device}")
+    classes = teacher_weight.shape[0]
+    if ids.device.type == "cpu" and not torch.compiler.is_compiling() and bool(((ids < 0) | (ids >= classes)).any()):
+        raise errors.ArgumentError(f"teacher_ids_map has a class that is not in [0, {classes}), which are the teacher's")
+    if teacher_bias is not None:
+        check_classes("teacher_bias", teacher_bias, classes, teacher_weight.device)
     turned = is_hidden_major(student_weight)
     with torch.no_grad():
         rows = teacher_weight.t().index_select(1, ids).t() if turned else teacher_weight.index_select(0, ids)
@@ -152,11 +201,8 @@ def _mapped(ids: Tensor, student_weight: Tensor, teacher_weight: Tensor, teacher
 
 
 def _check_heads(tensors: dict[str, Tensor], student_bias: Tensor | None, teacher_bias: Tensor | None) -> None:
-    check_tensors(**tensors, student_bias=student_bias, teacher_bias=teacher_bias)
     student = tensors["student_hidden"]
     for name, tensor in tensors.items():
-        refuse_dtensor(name, tensor)
-        refuse_tangent(name, tensor)
         if tensor.dtype not in DTYPES or tensor.dtype is not student.dtype:
             allowed = f"student_hidden's, {student.dtype}: convert it with {name}.to({student.dtype})"
             if tensor is student:
@@ -166,9 +212,10 @@ def _check_heads(tensors: dict[str, Tensor], student_bias: Tensor | None, teache
             raise errors.PlacementError(f"{name} is on {tensor.device}; it must be on student_hidden's device, a CPU or a CUDA GPU")
     for who in ("student", "teacher"):
         hidden, weight = tensors[f"{who}_hidden"], tensors[f"{who}_weight"]
-        if weight.dim() != 2 or weight.shape[0] < 2 or hidden.dim() < 1 or hidden.shape[-1] != weight.shape[1]:
+        if weight.dim() != 2 or weight.shape[0] < 2 or hidden.dim() < 1 or hidden.shape[-1] != weight.shape[1] or weight.shape[1] == 0:
             raise errors.ShapeError(
-                f"{who}_hidden has shape {list(hidden.shape)} and {who}_weight {list(weight.shape)}; they must be [..., D] and [V, D]"
+                f"{who}_hidden has shape {list(hidden.shape)} and {who}_weight {list(weight.shape)}; they must be [..., D] and [V, D], "
+                "of at least 2 classes"
             )
     teacher, weight = tensors["teacher_hidden"], tensors["student_weight"]
     if teacher.shape[:-1] != student.shape[:-1]:
@@ -183,10 +230,11 @@ def _check_heads(tensors: dict[str, Tensor], student_bias: Tensor | None, teache
             f"teacher_weight has {tensors['teacher_weight'].shape[0]} classes and student_weight {weight.shape[0]}; they must be the same "
             "classes (slice off rows that only pad a vocabulary), or teacher_ids_map says which they are"
         )
-    if is_hidden_major(tensors["teacher_weight"]) != is_hidden_major(weight):
+    # A branch each: the tracer of torch.compile does not compare two symbolic answers.
+    if len({"[D, V]" if is_hidden_major(each) else "[V, D]" for each in (tensors["teacher_weight"], weight)}) > 1:
         raise errors.ArgumentError(
-            "teacher_weight and student_weight lie in memory in different ways, one as [V, D] and one as the view of a [D, V]; copy one: "
-            "teacher_weight.contiguous()"
+            "teacher_weight and student_weight lie in memory in different ways, one as [V, D] and one as the view of a [D, V]; copy them: "
+            "student_weight.contiguous() and teacher_weight.contiguous()"
         )
     for name, bias in (("student_bias", student_bias), ("teacher_bias", teacher_bias)):
         if bias is not None:

@@ -11,6 +11,7 @@ import torch
 from levels import QUICK
 from support import GRADIENT_BOUND, OUTPUT_BOUND
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import flce
@@ -178,6 +179,9 @@ def test_masked_tokens_may_hold_anything(device: str) -> None:
     assert torch.equal(made, expected)
     for found, exact in zip(torch.autograd.grad(made, inputs[:2]), gradients, strict=True):
         assert torch.equal(found, exact)
+    weights = torch.where(mask, 0.5, math.nan)
+    weighted = flce.linear_divergence(*inputs, beta=0.3, mask=mask, token_weight=weights, reduction="mean")
+    assert weighted.item() == pytest.approx(expected.item() / 2)
     none = flce.linear_divergence(*inputs, beta=0.3, mask=torch.zeros_like(mask), reduction="mean")
     assert none == 0 and all((each == 0).all() for each in torch.autograd.grad(none, inputs[:2]))
 
@@ -187,6 +191,8 @@ def test_a_temperature_out_of_range_is_reported(device: str) -> None:
     temperature = torch.ones(N, device=device)
     temperature[5] = 0
     assert flce.linear_divergence(*inputs, beta=0.0, temperature=temperature)[5] == 0
+    mean = flce.linear_divergence(*inputs, beta=0.0, temperature=temperature, reduction="mean")
+    assert mean == flce.linear_divergence(*inputs, beta=0.0, mask=temperature != 0, reduction="mean")
     with pytest.raises(flce.LabelError) as caught:
         flce.check_labels()
     assert caught.value.row == 5
@@ -312,6 +318,20 @@ def test_transforms_of_torch_func_are_refused() -> None:
         torch.vmap(lambda h: flce.linear_divergence(h, *rest, beta=0.0))(hidden[None])
 
 
+@pytest.mark.parametrize("name", ["student_bias", "teacher_bias", "temperature"])
+def test_tangents_are_refused(name: str) -> None:
+    inputs = [each.detach() for each in heads("cpu", torch.float32)]
+    like = torch.ones(N if name == "temperature" else V)
+    with forward_ad.dual_level(), pytest.raises(flce.UnsupportedTransformError, match=name):
+        flce.linear_divergence(*inputs, beta=0.3, **{name: forward_ad.make_dual(like, like)})
+
+
+def test_of_dynamic_shapes() -> None:
+    inputs = heads("cpu", torch.float32)
+    compiled = torch.compile(lambda *each: flce.linear_divergence(*each, beta=0.3), backend="aot_eager", dynamic=True, fullgraph=True)
+    assert torch.equal(compiled(*inputs), flce.linear_divergence(*inputs, beta=0.3))
+
+
 def test_second_derivatives_are_refused() -> None:
     inputs = heads("cpu", torch.float32)
     made = flce.linear_divergence(*inputs, beta=0.0, reduction="sum")
@@ -330,6 +350,14 @@ def test_refusals() -> None:
     trained = teacher_hidden.clone().requires_grad_()
     for error, text, places, given in (
         (flce.ArgumentError, "beta is 1.5; it must be from 0 to 1", every, {"beta": 1.5}),
+        *((flce.ArgumentError, "from 2.-10 to 1 - 2.-10", every, {"beta": beta}) for beta in (1e-8, 0.9999)),
+        *((flce.DTypeError, "is None; it must be a tensor", (*every[:place], None, *every[place + 1 :]), {}) for place in range(4)),
+        (flce.ShapeError, "at least 2 classes", (hidden, weight[:1], teacher_hidden, teacher_weight[:1]), {}),
+        (flce.ShapeError, "at least 2 classes", (hidden[:, :0], weight[:, :0], teacher_hidden, teacher_weight), {}),
+        (flce.ArgumentError, r"class that is not in \[0, 1000\)", every, {"teacher_ids_map": torch.arange(1, V + 1)}),
+        (flce.PlacementError, "teacher_ids_map is on meta", every, {"teacher_ids_map": torch.arange(V, device="meta")}),
+        (flce.ShapeError, r"teacher_bias has shape \[900\]", every, {"teacher_ids_map": torch.arange(V), "teacher_bias": torch.ones(900)}),
+        (flce.DTypeError, "teacher_bias is a list", every, {"teacher_ids_map": torch.arange(V), "teacher_bias": [1.0]}),
         (flce.DTypeError, "beta is a Tensor", every, {"beta": torch.tensor(0.5)}),
         (flce.ShapeError, "900 classes and student_weight 1000", (*every[:3], teacher_weight[:900]), {}),
         (flce.ShapeError, "teacher_hidden has shape", (hidden, weight, teacher_hidden[:5], teacher_weight), {}),

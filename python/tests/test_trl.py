@@ -412,6 +412,23 @@ def test_the_divergences_arguments_are_trls() -> None:
                 made.append((divergence, entropy, *torch.autograd.grad((divergence * torch.arange(21)).sum(), leaves)))
             for found, expected in zip(*made[::-1], strict=True):
                 assert (found - expected).norm() <= bound * expected.norm() and found.dtype is expected.dtype
+    turned = weight.t().contiguous().t().requires_grad_(), of_teacher.t().contiguous().t()
+    for of_student, of_other in ((turned[0], of_teacher), (weight, turned[1]), turned):  # however the weights lie
+        made = [
+            function.apply(student, of_student, None, teacher, of_other, None, 0.4)
+            for function in (OwnDivergence, flce.trl.ChunkedDivergenceFunction)
+        ]
+        assert torch.allclose(made[0][0], made[1][0], rtol=1e-5)
+    before = called()
+    large = (30 * biases[0], 30 * biases[1])
+    for beta, dtype in ((1e-8, torch.float32), (0.3, torch.bfloat16)):  # a mixture without digits; biases that bfloat16 would round
+        rows = [each.to(dtype) for each in (student, weight, teacher, of_teacher)]
+        made = [
+            function.apply(*rows[:2], large[0], *rows[2:], large[1], beta)
+            for function in (OwnDivergence, flce.trl.ChunkedDivergenceFunction)
+        ]
+        assert torch.equal(made[0][0], made[1][0])
+    assert called()["own"] == before["own"] + 2
     before = called()
     flce.trl.ChunkedDivergenceFunction.apply(student.double(), weight.double(), None, teacher.double(), of_teacher.double(), None, 0.0)
     flce.trl.ChunkedDivergenceFunction.apply(student, weight, None, teacher.bfloat16(), of_teacher.bfloat16(), None, 0.0)

@@ -46,6 +46,7 @@ constexpr BadText kBadTexts[] = {
     {"teacher_top_k_past_32_bits", "D=64,V=100,teacher_top_k=4294967297", "teacher_top_k", "4294967297"},
     {"teacher_hidden_size_no_multiple_of_8", "D=64,V=100,teacher_hidden_size=12", "teacher_hidden_size", "12"},
     {"divergence_beta_over_1", "D=64,V=100,teacher_hidden_size=64,divergence_beta=1.5", "divergence_beta", "1.5"},
+    {"divergence_beta_near_1", "D=64,V=100,teacher_hidden_size=64,divergence_beta=0.9999", "divergence_beta", "from 2^-10 to 1 - 2^-10"},
     {"divergence_beta_without_teacher", "D=64,V=100,divergence_beta=0.5", "divergence_beta", "teacher_hidden_size"},
     {"teacher_bias_without_teacher", "D=64,V=100,teacher_bias", "teacher_bias", "teacher_hidden_size"},
     {"teacher_softcap_below_0", "D=64,V=100,teacher_hidden_size=64,teacher_softcap=-1", "teacher_softcap", "-1"},

@@ -65,7 +65,7 @@ Spec random_spec(std::mt19937_64& random) {
         s.label_smoothing = s.z_loss = 0;
         s.outputs = {.loss = true, .lse = coin(), .entropy = coin()};
         s.teacher_hidden_size = 8 * number(1, 4096);
-        s.divergence_beta = real(0, 1);
+        s.divergence_beta = real(0.01, 0.99);
         s.teacher_bias = coin();
         s.teacher_logit_scale = std::exp(real(-20, 20));
         s.teacher_softcap = coin() ? std::exp(real(-10, 10)) : 0;

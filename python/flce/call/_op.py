@@ -94,7 +94,7 @@ class NoSecondDerivative(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         raise errors.UnsupportedTransformError(
-            "flce.linear_cross_entropy has no second derivatives: differentiate its gradients with the loss written in plain torch instead"
+            "flce has no second derivatives: differentiate its gradients with the loss written in plain torch instead"
         )
 
 

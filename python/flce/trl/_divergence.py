@@ -15,6 +15,7 @@ from torch import Tensor
 from flce import divergence as two_heads
 from flce import errors, functional
 from flce.call._arguments import MOST_TEACHER_TOP_K
+from flce.core._frame import is_hidden_major
 from flce.core._once import say_once
 from flce.trl import _own
 
@@ -40,8 +41,9 @@ class ChunkedDivergenceFunction:
         """(divergence, the student's entropy), [N] fp32 each; the divergence has gradients of the student's hidden, weight and bias.
 
         student_hidden [N, H_s], student_weight [V, H_s], teacher_hidden [N, H_t], teacher_weight [V or more, H_t], biases of as many
-        classes. Weights of another dtype than that in which TRL computes logits are copied in it. What `ChunkedLogProbFunction` leaves to
-        TRL, heads of two dtypes, and on a GPU float32, is TRL's own function's.
+        classes. Weights of another dtype than that in which TRL computes logits are copied in it, and weights that lie in memory in
+        different ways as [V, H]. What `ChunkedLogProbFunction` leaves to TRL, heads of two dtypes, a bias of another dtype, a beta within
+        2^-10 of 0 or 1, and on a GPU float32, is TRL's own function's.
         """
         _own.check_temperature(temperature)
         given = (
@@ -54,19 +56,20 @@ class ChunkedDivergenceFunction:
             "teacher_logit_scale": teacher_logit_scale,
             "teacher_final_logit_softcapping": teacher_final_logit_softcapping,
         }
-        also = _why_not_two_heads(student_hidden, teacher_hidden, teacher_weight)
+        also = _why_not_two_heads(student_hidden, teacher_hidden, teacher_weight, (student_bias, teacher_bias), beta)
         if not _own.computes("ChunkedDivergenceFunction", student_hidden, student_weight, formula, also):
             return _own.TWO_HEADS.own().apply(*given)  # type: ignore[no-any-return]
         dtype, classes = _own.compute_dtype(student_hidden), student_weight.shape[0]
+        student, teacher = _lie_alike(student_weight.to(dtype), teacher_weight[:classes].detach().to(dtype))
         made = two_heads.linear_divergence(
             student_hidden.to(dtype),
-            student_weight.to(dtype),
+            student,
             teacher_hidden.detach().to(dtype),
-            teacher_weight[:classes].detach().to(dtype),
+            teacher,
             beta=beta,
             temperature=temperature,
-            student_bias=None if student_bias is None else student_bias.to(dtype),
-            teacher_bias=None if teacher_bias is None else teacher_bias[:classes].detach().to(dtype),
+            student_bias=student_bias,
+            teacher_bias=None if teacher_bias is None else teacher_bias[:classes].detach(),
             student_logit_scale=student_logit_scale,
             student_softcap=student_final_logit_softcapping,
             teacher_logit_scale=teacher_logit_scale,
@@ -77,10 +80,23 @@ class ChunkedDivergenceFunction:
         return made.divergence, made.student_entropy
 
 
-def _why_not_two_heads(student: Tensor, teacher: Tensor, teacher_weight: Tensor) -> str | None:
+def _lie_alike(student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
+    """Both weights, copied as [V, H] where they lie in memory in different ways."""
+    if is_hidden_major(student) == is_hidden_major(teacher):
+        return student, teacher
+    return student.contiguous(), teacher.contiguous()
+
+
+def _why_not_two_heads(
+    student: Tensor, teacher: Tensor, teacher_weight: Tensor, biases: tuple[Tensor | None, ...], beta: float
+) -> str | None:
     dtype, of_teacher = _own.compute_dtype(student), _own.compute_dtype(teacher)
     if hasattr(teacher_weight, "ds_id"):
         return "the teacher's weight is divided by DeepSpeed's ZeRO-3"
+    if beta not in (0, 1) and not two_heads.is_mixture(beta):
+        return f"beta is {beta}, for whose mixture float32 has no digits"
+    if any(bias is not None and bias.dtype is not dtype for bias in biases):
+        return f"a bias is of another dtype than {dtype}, and TRL does not round it"
     if dtype is not of_teacher:
         return f"the student computes in {dtype} and the teacher in {of_teacher}"
     if student.device.type == "cuda" and dtype is torch.float32:
