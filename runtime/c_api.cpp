@@ -377,6 +377,9 @@ flce_status flce_kernel_check_invalid_label(const flce_kernel* kernel, uint64_t 
     return guarded([&] {
         const Spec& spec = kernel_of(kernel).spec();
         if (word == UINT64_MAX) return;
+        if (has_teacher_head(spec)) {
+            throw ArgumentError(fmt::format("temperature[{}] is not between 2^-100 and 2^100 (and it may not be the only such row)", word));
+        }
         const std::int64_t last = whole_vocab_size(spec) - 1;
         if (!spec.temperature && spec.teacher_top_k == 0) {
             throw ArgumentError(fmt::format(

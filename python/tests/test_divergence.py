@@ -193,7 +193,7 @@ def test_a_temperature_out_of_range_is_reported(device: str) -> None:
     assert flce.linear_divergence(*inputs, beta=0.0, temperature=temperature)[5] == 0
     mean = flce.linear_divergence(*inputs, beta=0.0, temperature=temperature, reduction="mean")
     assert mean == flce.linear_divergence(*inputs, beta=0.0, mask=temperature != 0, reduction="mean")
-    with pytest.raises(flce.LabelError) as caught:
+    with pytest.raises(flce.LabelError, match=r"^temperature\[5\] is not between") as caught:
         flce.check_labels()
     assert caught.value.row == 5
 

@@ -316,6 +316,8 @@ class LoadedKernel(Kernel):
         try:
             _native.check(self._library.flce_kernel_check_invalid_label(self._handle, word))
         except errors.ArgumentError as error:
+            if "target[" not in str(error):  # a divergence, which has no labels
+                raise errors.LabelError(f"{error}; tokens are flattened here", word) from None
             more = f"; or teacher_probs[{word}] holds a number that is not from 0 to 1" if self.outputs.teacher_top_k else ""
             more += "; or cu_seqlens does not begin with 0, or decreases" if word == 0 else ""
             where = "target is flattened here (of several hidden states one depth behind the other), and with a shift what "
