@@ -146,7 +146,7 @@ void MeasuredLayer::poison() {
     LayerOutputs& out = sets_.front().outputs;
     const std::byte bytes = std::byte{0xff};
     for (Tensor* tensor : {&out.loss, &out.z_loss, &out.lse, &out.logprobs, &out.entropy, &out.top1, &out.log_sum_sq_probs,
-                           &out.teacher_logprobs, &out.grad_hidden}) {
+                           &out.teacher_logprobs, &out.top_logprobs, &out.top_ids, &out.grad_hidden}) {
         if (tensor->view.present) tensor->buffer.fill(bytes);
     }
     const bool accumulates = options_.spec.grad_weight_mode == GradMode::accumulate;

@@ -205,6 +205,8 @@ void write_outputs(const std::filesystem::path& path, const LayerOutputs& output
     add("teacher_lse", outputs.teacher_lse);
     add("teacher_entropy", outputs.teacher_entropy);
     add("student_divergence", outputs.student_divergence);
+    add("top_logprobs", outputs.top_logprobs);
+    add("top_ids", outputs.top_ids);
     add("grad_hidden", outputs.grad_hidden);
     add("grad_weight", outputs.grad_weight);
     add("grad_bias", outputs.grad_bias);

@@ -20,6 +20,9 @@ enum class CountCode : std::int64_t { fp32 = 0, int32 = 1, int64 = 2 };
 /// Part of a backward pass that a call does, since a pass may be cut in two: BackwardStage.
 enum class StageCode : std::int64_t { whole = 0, first = 1, rest = 2 };
 
+/// Walk of the vocabulary that a forward or merge of a shard's divergence is about: DivergenceWalk.
+enum class WalkCode : std::int64_t { sums = 0, mixture = 1 };
+
 // clang-format off
 #define FLCE_CALL_SCALARS(X)                                                                              \
     X(num_tokens)                                                                                         \
@@ -38,6 +41,7 @@ enum class StageCode : std::int64_t { whole = 0, first = 1, rest = 2 };
     X(weight_rows)             /* with padding: padded_vocab_size, in a shard fewer */                    \
     X(num_shards)              /* merge alone */                                                          \
     X(stage)                   /* StageCode */                                                            \
+    X(walk)                    /* WalkCode */                                                             \
     X(hidden_ready)            /* 0 or 1: hidden may be read in the first of two stages */
 // clang-format on
 

@@ -33,7 +33,8 @@ enum class Extent : std::uint8_t {
     weight,            ///< [P, D] or [D, P], as the spec's layout says, 16-byte aligned
     teacher,           ///< [N, K], K the spec's teacher_top_k
     teacher_hidden,    ///< [N, D_t], D_t the spec's teacher_hidden_size, 16-byte aligned
-    teacher_weight,    ///< [V, D_t] or [D_t, V], as the spec's layout says, 16-byte aligned
+    teacher_weight,    ///< [V, D_t] or [D_t, V], as the spec's layout says, 16-byte aligned; a shard's as many rows as weight
+    top,               ///< [N, K], K the spec's top_k
     partial_sums,      ///< [F, N]
     all_partial_sums,  ///< [R·F, N]
 };
@@ -48,6 +49,7 @@ enum class Condition : std::uint8_t {
     teacher,
     teacher_head,
     teacher_bias,
+    top_k,
     loss,
     lse,
     logprobs,
@@ -75,9 +77,9 @@ enum class Use : std::uint8_t { none, read, may_read, write, may_write };  ///< 
     X(token_weight,        fp32,        tokens,           token_weight,       read,      may_read, read,      read)                        \
     X(teacher_ids,         label,       teacher,          teacher,            read,      read,     read,      read)                        \
     X(teacher_probs,       fp32,        teacher,          teacher,            read,      may_read, read,      read)                        \
-    X(teacher_hidden,      spec,        teacher_hidden,   teacher_head,       read,      none,     none,      read)                        \
-    X(teacher_weight,      spec,        teacher_weight,   teacher_head,       read,      none,     none,      read)                        \
-    X(teacher_bias,        spec,        classes,          teacher_bias,       read,      none,     none,      read)                        \
+    X(teacher_hidden,      spec,        teacher_hidden,   teacher_head,       read,      read,     none,      read)                        \
+    X(teacher_weight,      spec,        teacher_weight,   teacher_head,       read,      read,     none,      read)                        \
+    X(teacher_bias,        spec,        classes,          teacher_bias,       read,      read,     none,      read)                        \
     X(num_valid,           count,       scalar,           mean,               may_read,  may_read, may_read,  may_read) /* divisor */      \
     X(partial_sums,        fp32,        partial_sums,     shard,              write,     write,    none,      none)     /* this shard */   \
     X(all_partial_sums,    fp32,        all_partial_sums, shard,              none,      none,     read,      none)     /* all shards */   \
@@ -89,9 +91,11 @@ enum class Use : std::uint8_t { none, read, may_read, write, may_write };  ///< 
     X(top1,                int64,       tokens,           top1,               may_write, none,     may_write, none)                        \
     X(log_sum_sq_probs,    fp32,        tokens,           log_sum_sq_probs,   may_write, none,     may_write, none)                        \
     X(teacher_logprobs,    fp32,        teacher,          teacher,            write,     none,     write,     read)     /* log p of ids */ \
-    X(teacher_lse,         fp32,        tokens,           teacher_head,       write,     none,     none,      read)                        \
-    X(teacher_entropy,     fp32,        tokens,           teacher_head,       may_write, none,     none,      none)                        \
-    X(student_divergence,  fp32,        tokens,           teacher_head,       write,     none,     none,      read)     /* KL to m */      \
+    X(teacher_lse,         fp32,        tokens,           teacher_head,       write,     none,     write,     read)                        \
+    X(teacher_entropy,     fp32,        tokens,           teacher_head,       may_write, none,     may_write, none)                        \
+    X(student_divergence,  fp32,        tokens,           teacher_head,       write,     none,     write,     read)     /* KL to m */      \
+    X(top_logprobs,        fp32,        top,              top_k,              write,     none,     write,     none)                        \
+    X(top_ids,             int64,       top,              top_k,              write,     none,     write,     none)                        \
     X(target_class_weight, fp32,        tokens,           shard_class_weight, none,      none,     write,     read)                        \
     X(class_weight_total,  fp32,        scalar,           shard_smoothing,    none,      none,     write,     read)     /* all shards */   \
     X(invalid_label,       uint64,      scalar,           always,             may_write, none,     may_write, none)     /* or ~0 */        \

@@ -50,6 +50,8 @@ void check_sizes(const Spec& s) {
 /// Row kernels keep a token's ids in shared memory.
 constexpr int kMostTeacherTopK = 1024;
 constexpr double kLeastMixture = 0x1p-10;
+/// A row's classes are ranked in shared memory.
+constexpr int kMostTopK = 256;
 
 /// Option values reach the kernels as fp32, so they have to exist there.
 bool fits_fp32(double value) { return std::isfinite(value) && std::abs(value) <= FLT_MAX && (value == 0.0 || std::abs(value) >= FLT_MIN); }
@@ -87,9 +89,9 @@ void check_teacher_head(const Spec& s) {
     if (s.class_weight) refuse("class_weight", true, kNoTarget);
     if (s.dft) refuse("dft", true, kNoTarget);
     if (s.teacher_top_k != 0) refuse("teacher_top_k", s.teacher_top_k, "0 where there is a teacher_hidden_size: one teacher a layer");
-    if (is_shard(s)) refuse("whole_vocab_size", s.whole_vocab_size, "0 where there is a teacher_hidden_size: both heads are whole");
     if (s.batch_invariant) refuse("batch_invariant", true, "false where there is a teacher_hidden_size");
     if (rounds_weight(s)) refuse("weight_dtype", to_string(weight_dtype(s)), "the dtype where there is a teacher_hidden_size");
+    if (s.top_k != 0) refuse("top_k", s.top_k, "0 where there is a teacher_hidden_size: a top_k is of one head");
     if (!s.outputs.loss || s.outputs.logprobs || s.outputs.top1 || s.outputs.log_sum_sq_probs) {
         refuse("outputs", "(others)", "loss, and beside it lse and entropy, where there is a teacher_hidden_size");
     }
@@ -111,6 +113,10 @@ void check_options(const Spec& s) {
     if (s.teacher_top_k > 0 && s.class_weight) refuse("class_weight", true, "false where there is a teacher_top_k");
     if (s.teacher_top_k > 0 && s.dft) refuse("dft", true, "false where there is a teacher_top_k");
     if (s.teacher_top_k > 0 && !s.outputs.loss) refuse("teacher_top_k", s.teacher_top_k, "0 where outputs has no loss");
+    if (s.top_k < 0 || s.top_k > std::min<std::int64_t>(kMostTopK, whole_vocab_size(s))) {
+        refuse("top_k", s.top_k, fmt::format("0 (none) to {}, and no more than the vocabulary has classes", kMostTopK));
+    }
+    if (s.top_k > 0 && rounds_weight(s)) refuse("weight_dtype", to_string(weight_dtype(s)), "the dtype where there is a top_k");
     if (s.dft && !s.outputs.logprobs) refuse("dft", true, "false where outputs has no logprobs, which backward reads for it");
 }
 
@@ -206,6 +212,10 @@ Spec teacher_head(const Spec& spec) {
     head.temperature = spec.temperature;
     head.logit_scale = spec.teacher_logit_scale;
     head.softcap = spec.teacher_softcap;
+    if (is_shard(spec)) {
+        head.padded_vocab_size = spec.padded_vocab_size;
+        head.whole_vocab_size = spec.whole_vocab_size;
+    }
     return head.normalized();
 }
 
@@ -257,7 +267,7 @@ std::size_t SpecHash::operator()(const Spec& s) const noexcept {
         bits = bits << 1 | static_cast<std::uint64_t>(flag);
     }
     auto real = [](double value) { return std::bit_cast<std::uint64_t>(value + 0.0); };  // 0 and −0 are equal
-    const std::array<std::uint64_t, 15> words = {static_cast<std::uint64_t>(s.hidden_size),
+    const std::array<std::uint64_t, 16> words = {static_cast<std::uint64_t>(s.hidden_size),
                                                  static_cast<std::uint64_t>(s.vocab_size),
                                                  static_cast<std::uint64_t>(s.padded_vocab_size),
                                                  static_cast<std::uint64_t>(s.whole_vocab_size),
@@ -271,7 +281,8 @@ std::size_t SpecHash::operator()(const Spec& s) const noexcept {
                                                  static_cast<std::uint64_t>(s.teacher_hidden_size),
                                                  real(s.divergence_beta),
                                                  real(s.teacher_logit_scale),
-                                                 real(s.teacher_softcap)};
+                                                 real(s.teacher_softcap),
+                                                 static_cast<std::uint64_t>(s.top_k)};
     return XXH3_64bits(words.data(), sizeof(words));
 }
 

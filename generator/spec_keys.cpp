@@ -136,6 +136,7 @@ constexpr std::array kKeys = {
     SpecKey{"teacher_bias", SpecKeyKind::flag, [](Spec& s, Text k, Text v) { s.teacher_bias = read_flag(k, v); }},
     SpecKey{"teacher_logit_scale", SpecKeyKind::real, [](Spec& s, Text k, Text v) { s.teacher_logit_scale = read_real(k, v); }},
     SpecKey{"teacher_softcap", SpecKeyKind::real, [](Spec& s, Text k, Text v) { s.teacher_softcap = read_real(k, v); }},
+    SpecKey{"top_k", SpecKeyKind::integer, [](Spec& s, Text k, Text v) { s.top_k = read_int(k, v); }},
     SpecKey{"outputs", SpecKeyKind::words, [](Spec& s, Text k, Text v) { s.outputs = read_outputs(k, v); }},
 };
 
@@ -207,6 +208,7 @@ std::vector<SpecEntry> spec_entries(const Spec& spec) {
     add("teacher_bias", spec.teacher_bias, "true");
     add("teacher_logit_scale", spec.teacher_logit_scale != 1.0, real_text(spec.teacher_logit_scale));
     add("teacher_softcap", spec.teacher_softcap != 0.0, real_text(spec.teacher_softcap));
+    add("top_k", spec.top_k != 0, std::to_string(spec.top_k));
     add("outputs", spec.outputs != Outputs{}, outputs_text(spec.outputs));
     return entries;
 }

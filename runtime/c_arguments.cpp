@@ -44,6 +44,7 @@ static_assert(FLCE_REDUCTION_NONE == static_cast<int>(Reduction::none) && FLCE_R
 static_assert(FLCE_STAGE_WHOLE == static_cast<int>(BackwardStage::whole) &&
               FLCE_STAGE_UNTIL_GRAD_HIDDEN == static_cast<int>(BackwardStage::until_grad_hidden) &&
               FLCE_STAGE_REST == static_cast<int>(BackwardStage::rest));
+static_assert(FLCE_WALK_SUMS == static_cast<int>(DivergenceWalk::sums) && FLCE_WALK_MIXTURE == static_cast<int>(DivergenceWalk::mixture));
 static_assert(FLCE_RETAINED_OWN == static_cast<int>(RetainedPlace::own) &&
               FLCE_RETAINED_GRAD_WEIGHT == static_cast<int>(RetainedPlace::grad_weight));
 
@@ -100,11 +101,22 @@ Retained retained_of(const Kernel& kernel, const Args& args) {
     return retained;
 }
 
+DivergenceWalk walk_of(std::int32_t walk) {
+    if (walk != FLCE_WALK_SUMS && walk != FLCE_WALK_MIXTURE) {
+        throw ArgumentError(fmt::format("walk is {}; allowed are sums (0), mixture (1)", walk));
+    }
+    return static_cast<DivergenceWalk>(walk);
+}
+
 /// Converts the fields that the structs of all passes have.
 template <class Args, class Given>
 Args converted(const Given& given) {
-    check_reserved(given.reserved, "args");
     Args args;
+    if constexpr (requires { given.walk; }) {
+        args.walk = walk_of(given.walk);
+    } else {
+        check_reserved(given.reserved, "args");
+    }
     args.ignore_index = given.ignore_index;
     args.reduction = reduction_of(given.reduction);
     for (std::size_t i = 0; i < kCallTensorCount; ++i) {
@@ -148,8 +160,12 @@ StructFields<Args> common_fields() {
     StructFields<Args> fields;
     fields.add("struct_size", fields.args.struct_size, "size")
         .add("ignore_index", fields.args.ignore_index, "int64")
-        .add("reduction", fields.args.reduction, "int32")
-        .add("reserved", fields.args.reserved, "int32");
+        .add("reduction", fields.args.reduction, "int32");
+    if constexpr (requires { fields.args.walk; }) {
+        fields.add("walk", fields.args.walk, "int32");
+    } else {
+        fields.add("reserved", fields.args.reserved, "int32");
+    }
     return fields;
 }
 
@@ -190,6 +206,7 @@ const char* name_of(Extent extent) {
         case Extent::teacher: return "teacher";
         case Extent::teacher_hidden: return "teacher_hidden";
         case Extent::teacher_weight: return "teacher_weight";
+        case Extent::top: return "top";
         case Extent::partial_sums: return "partial_sums";
         case Extent::all_partial_sums: return "all_partial_sums";
     }
@@ -216,7 +233,7 @@ ForwardArgs arguments_of(const Kernel& kernel, const flce_forward_args* given) {
 }
 
 MergeArgs arguments_of(const flce_merge_args* given) {
-    return converted<MergeArgs>(versioned<flce_merge_args, sizeof(flce_merge_args)>(given, "args"));
+    return converted<MergeArgs>(versioned<flce_merge_args, offsetof(flce_merge_args, teacher_lse)>(given, "args"));
 }
 
 BackwardArgs arguments_of(const Kernel& kernel, const flce_backward_args* given) {

@@ -4,6 +4,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <string_view>
 
 #include "flce/flce.hpp"
 #include "generator/call_tensors.hpp"
@@ -26,8 +27,10 @@ inline constexpr std::array<TensorView BackwardArgs::*, kCallTensorCount> kBackw
 [[nodiscard]] constexpr const auto& fields_of(const ForwardArgs&) { return kForwardFields; }
 [[nodiscard]] constexpr const auto& fields_of(const MergeArgs&) { return kMergeFields; }
 [[nodiscard]] constexpr const auto& fields_of(const BackwardArgs&) { return kBackwardFields; }
-[[nodiscard]] inline Use use_of(const CallTensor& tensor, const ForwardArgs&, const Spec& spec) {
-    return is_shard(spec) ? tensor.shard : tensor.forward;
+[[nodiscard]] inline Use use_of(const CallTensor& tensor, const ForwardArgs& args, const Spec& spec) {
+    if (!is_shard(spec)) return tensor.forward;
+    const bool is_lse = tensor.extent == Extent::tokens && std::string_view(tensor.name).ends_with("lse");
+    return is_lse && args.walk == DivergenceWalk::mixture ? Use::read : tensor.shard;
 }
 [[nodiscard]] inline Use use_of(const CallTensor& tensor, const MergeArgs&, const Spec&) { return tensor.merge; }
 [[nodiscard]] inline Use use_of(const CallTensor& tensor, const BackwardArgs&, const Spec&) { return tensor.backward; }
@@ -98,7 +101,11 @@ struct CallSizes {
         case Extent::weight: return weight_shape(spec, sizes);
         case Extent::teacher: return {2, sizes.num_tokens, spec.teacher_top_k, "[num_tokens, teacher_top_k]"};
         case Extent::teacher_hidden: return {2, sizes.num_tokens, spec.teacher_hidden_size, "[num_tokens, teacher_hidden_size]"};
+        case Extent::top: return {2, sizes.num_tokens, spec.top_k, "[num_tokens, top_k]"};
         case Extent::teacher_weight:
+            if (is_shard(spec) && spec.layout == WeightLayout::vocab_major)
+                return {2, sizes.weight_rows, spec.teacher_hidden_size, "[rows of the weight, teacher_hidden_size]"};
+            if (is_shard(spec)) return {2, spec.teacher_hidden_size, spec.padded_vocab_size, "[teacher_hidden_size, padded_vocab_size]"};
             if (spec.layout == WeightLayout::vocab_major)
                 return {2, spec.vocab_size, spec.teacher_hidden_size, "[vocab_size, teacher_hidden_size]"};
             return {2, spec.teacher_hidden_size, spec.vocab_size, "[teacher_hidden_size, vocab_size]"};
@@ -125,6 +132,7 @@ struct CallSizes {
         case Condition::teacher: return spec.teacher_top_k > 0;
         case Condition::teacher_head: return has_teacher_head(spec);
         case Condition::teacher_bias: return spec.teacher_bias;
+        case Condition::top_k: return spec.top_k > 0;
         case Condition::loss: return spec.outputs.loss;
         case Condition::lse: return spec.outputs.lse;
         case Condition::logprobs: return spec.outputs.logprobs;
@@ -150,6 +158,7 @@ struct CallSizes {
         case Condition::teacher: return "the spec has no teacher_top_k";
         case Condition::teacher_head: return "the spec has no teacher_hidden_size";
         case Condition::teacher_bias: return "the spec has no teacher_bias";
+        case Condition::top_k: return "the spec has no top_k";
         case Condition::loss: return "spec.outputs has no loss";
         case Condition::lse: return "spec.outputs has no lse";
         case Condition::logprobs: return "spec.outputs has no logprobs";

@@ -8,6 +8,7 @@
 #include "runtime/argument_checks.hpp"
 #include "runtime/call_fields.hpp"
 #include "runtime/retained_choice.hpp"
+#include "templates/common/divergence_math.cuh"
 
 namespace flce {
 namespace {
@@ -27,6 +28,7 @@ public:
     void arguments(const Args& args) {
         take_sizes(args);
         take_reduction(args.reduction);
+        if constexpr (requires { args.walk; }) take_walk(args.walk);
         set(Slot::ignore_index, args.ignore_index);
         for (std::size_t i = 0; i < kCallTensorCount; ++i) {
             if (const auto field = fields_of(args)[i]) take(i, args.*field, use_of(kCallTensors[i], args, spec_));
@@ -154,6 +156,18 @@ private:
             checks_.fail(fmt::format("weight.shape is {}; from label {} on it has {} classes, and the spec's vocab_size is {}",
                                      shape_text(weight), vocab_start, sizes_.vocab_columns, spec_.vocab_size));
         }
+    }
+
+    void take_walk(DivergenceWalk walk) {
+        if (walk != DivergenceWalk::sums && walk != DivergenceWalk::mixture) {
+            checks_.fail(fmt::format("walk is {}; allowed are sums (0), mixture (1)", static_cast<int>(walk)));
+        }
+        const bool mixes = is_shard(spec_) && has_teacher_head(spec_) && divergence_form(spec_.divergence_beta) == kMixture;
+        if (walk == DivergenceWalk::mixture && !mixes) {
+            checks_.fail("walk is mixture; only a shard of a divergence with a divergence_beta between 0 and 1 has a second walk");
+        }
+        static_assert(static_cast<int>(DivergenceWalk::mixture) == static_cast<int>(WalkCode::mixture));
+        set(Slot::walk, static_cast<std::int64_t>(walk));
     }
 
     void take_reduction(Reduction reduction) {

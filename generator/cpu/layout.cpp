@@ -81,6 +81,10 @@ CpuForwardLayout place_forward(const Spec& spec, const Plan& plan, std::int64_t 
     if (has_teacher_head(spec)) l.teacher_panels = arena.take(panel_bytes(p, rows, spec.teacher_hidden_size));
     l.partial_sums = arena.take(l.strip_groups.count * round_up(rows, row_step(p)) * static_cast<std::int64_t>(sums));
     l.row_losses = arena.take(8 * rows);
+    if (spec.top_k > 0) {
+        l.top_sizes = arena.take(8 * rows);
+        l.top_keys = arena.take(8 * rows * spec.top_k);
+    }
     l.bytes = arena.bytes();
     return l;
 }
@@ -155,7 +159,7 @@ CpuForwardLayout cpu_forward_layout(const Spec& spec, const Plan& plan, int thre
     const std::int64_t slots = most_slots(spec, plan);
     const std::int64_t one = place_forward(spec, plan, slots, step, step).bytes;
     const std::int64_t two = place_forward(spec, plan, slots, 2 * step, 2 * step).bytes;
-    const std::int64_t rows = step * (1 + (plan.scratch_bytes - one) / (two - one + 3 * kAlign));
+    const std::int64_t rows = step * (1 + (plan.scratch_bytes - one) / (two - one + 5 * kAlign));
     CpuForwardLayout layout = place_forward(spec, plan, cpu_worker_count(spec, plan, threads), num_tokens, rows);
     layout.strips = fewer_blocks(layout.strips, vocab_columns);
     layout.strip_groups = fewer_blocks(layout.strip_groups, layout.strips.count);

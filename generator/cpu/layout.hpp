@@ -47,6 +47,8 @@ struct CpuForwardLayout {
     std::int64_t teacher_panels = 0;
     std::int64_t partial_sums = 0;  ///< RowSums [strip_groups, rows]; DivergenceSums where there is a teacher's head
     std::int64_t row_losses = 0;    ///< fp32 [2, rows]: cross entropies and z-losses
+    std::int64_t top_sizes = 0;     ///< where the spec has a top_k: int64 [rows], classes in each row's list
+    std::int64_t top_keys = 0;      ///< and ClassKey [rows, top_k]
     std::int64_t bytes = 0;
 };
 

@@ -40,6 +40,7 @@ if TYPE_CHECKING or _has_torch:  # flce.jax stands without it
     from flce.loss import FusedOutputLoss, LinearCrossEntropyLoss, extract_hidden_states
     from flce.pipeline import PipelineFusedLoss, sum_tied_gradient
     from flce.plans import check_same_plans, plan_digest
+    from flce.topk import linear_topk
 
 if TYPE_CHECKING:
     from flce import bench, compat, engine, huggingface, megatron, trl
@@ -87,6 +88,7 @@ __all__ = [
     "linear_divergence",
     "linear_logprobs",
     "linear_logprobs_at",
+    "linear_topk",
     "linear_topk_distillation",
     "megatron",
     "missing",

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import math
 import numbers
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from flce import errors
-from flce.call import _divergence, _spec_text
+from flce.call import _spec_text
 from flce.call._arguments import check_classes, refuse_dtensor, refuse_tangent
 from flce.call._checks import DTYPES, HIDDEN_MULTIPLE
 from flce.call._targets import check_tensors
 from flce.core import _autograd, checks
 from flce.core._frame import is_hidden_major
+from flce.operators import _divergence
+from flce.parallel import _parallel
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 _REDUCTIONS = ("none", "sum", "mean")
 LEAST_MIXTURE = 2.0**-10  # distance of a beta that is neither 0 nor 1 from both
@@ -50,6 +56,9 @@ def linear_divergence(
     return_student_entropy: bool = False,
     return_teacher_entropy: bool = False,
     teacher_ids_map: Tensor | None = None,
+    process_group: ProcessGroup | DeviceMesh | None = None,
+    vocab_start: int | None = None,
+    vocab_size: int | None = None,
     workspace_limit_bytes: Any = None,
 ) -> Tensor | Divergence:
     """Divergence of the softmaxes p (student's) and q (teacher's) of every token over the whole vocabulary, without either [N, V] in
@@ -58,8 +67,7 @@ def linear_divergence(
     student alone.
 
     Args:
-        student_hidden: [..., D_s] fp32, bf16 or fp16, on the CPU or a CUDA device. On a GPU 16-bit, and kernels need cuBLASLt, which torch
-            brings.
+        student_hidden: [..., D_s] fp32, bf16 or fp16, on the CPU or a CUDA device. On a GPU kernels need cuBLASLt, which torch brings.
         student_weight: [V, D_s] of the same dtype, or the view `w.t()` of a [D_s, V]; V is at least 2.
         teacher_hidden: [..., D_t], with the student's leading dimensions, dtype and device. It may not require a gradient.
         teacher_weight: [V, D_t], lying in memory as student_weight does. It gets no gradient, even where it is a parameter.
@@ -102,10 +110,16 @@ def linear_divergence(
     }
     others = {"student_bias": student_bias, "teacher_bias": teacher_bias, "temperature": temperature, "teacher_ids_map": teacher_ids_map}
     _check_tensors(tensors, others | {"mask": mask, "token_weight": token_weight})
+    asked = _parallel.asked(process_group=process_group, vocab_start=vocab_start, vocab_size=vocab_size)
+    if asked is not None and teacher_ids_map is not None:
+        raise errors.ArgumentError(
+            "teacher_ids_map is given with process_group: a class of the student's may be another rank's of the teacher's; gather the "
+            "teacher's rows of this rank's classes, and leave teacher_ids_map out"
+        )
     if teacher_ids_map is not None:
         teacher_weight, teacher_bias = _mapped(teacher_ids_map, student_weight, teacher_weight, teacher_bias)
         tensors["teacher_weight"] = teacher_weight
-    _check_heads(tensors, student_bias, teacher_bias)
+    _check_heads(tensors, student_bias, teacher_bias, fewest=2 if asked is None else 0)
     tokens = student_hidden.shape[:-1]
     per_token = _per_token(tokens, student_hidden.device, temperature=temperature, mask=mask, token_weight=token_weight)
     options = _options(
@@ -122,6 +136,8 @@ def linear_divergence(
         per_token.get("temperature"),
         options,
         _spec_text.workspace_limit(workspace_limit_bytes),
+        "" if asked is None else asked.text(),
+        is_mixture(beta),
         retain,
     )
     divergence = divergence.view(tokens)
@@ -200,7 +216,8 @@ def _mapped(ids: Tensor, student_weight: Tensor, teacher_weight: Tensor, teacher
         return rows, None if teacher_bias is None else teacher_bias.index_select(0, ids)
 
 
-def _check_heads(tensors: dict[str, Tensor], student_bias: Tensor | None, teacher_bias: Tensor | None) -> None:
+def _check_heads(tensors: dict[str, Tensor], student_bias: Tensor | None, teacher_bias: Tensor | None, fewest: int) -> None:
+    """`fewest`: classes that a weight has to have."""
     student = tensors["student_hidden"]
     for name, tensor in tensors.items():
         if tensor.dtype not in DTYPES or tensor.dtype is not student.dtype:
@@ -212,7 +229,7 @@ def _check_heads(tensors: dict[str, Tensor], student_bias: Tensor | None, teache
             raise errors.PlacementError(f"{name} is on {tensor.device}; it must be on student_hidden's device, a CPU or a CUDA GPU")
     for who in ("student", "teacher"):
         hidden, weight = tensors[f"{who}_hidden"], tensors[f"{who}_weight"]
-        if weight.dim() != 2 or weight.shape[0] < 2 or hidden.dim() < 1 or hidden.shape[-1] != weight.shape[1] or weight.shape[1] == 0:
+        if weight.dim() != 2 or weight.shape[0] < fewest or hidden.dim() < 1 or hidden.shape[-1] != weight.shape[1] or weight.shape[1] == 0:
             raise errors.ShapeError(
                 f"{who}_hidden has shape {list(hidden.shape)} and {who}_weight {list(weight.shape)}; they must be [..., D] and [V, D], "
                 "of at least 2 classes"

@@ -3,12 +3,13 @@ assertion, or 0; rank 0 prints how many cases passed."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from rank_support import device, run_main
-from tensor_parallel_support import TOKENS, VOCAB, Layer, close, leaf
+from tensor_parallel_support import TOKENS, VOCAB, Layer, close, leaf, same_on_every_rank
 from tensor_parallel_worker import compare
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -110,7 +111,74 @@ def several_depths(sequence: bool) -> None:
         raise AssertionError("class weights over ranks were not refused")
 
 
+def divergence(beta: float, dtype: torch.dtype, form: str) -> None:
+    """Two heads over ranks, beside the same call of the whole layer."""
+    even = 192 if form == "hidden-major" else 0  # the library's quick kernels read rows of a multiple of 8
+    layer, teacher = Layer(dtype, even=even), Layer(dtype, seed=5, even=even)
+    options: dict[str, Any] = {"beta": beta, "return_student_entropy": True, "return_teacher_entropy": True}
+    biased = form == "everything"
+    if biased:
+        options |= {"temperature": layer.temperature, "student_softcap": 5.0, "teacher_logit_scale": 0.7, "mask": layer.target >= 0}
+    turned = form == "hidden-major"
+
+    def call(mine: Callable[[Tensor], Tensor], **more: Any) -> tuple[Any, list[Tensor]]:
+        given = [layer.hidden, *(mine(each) for each in (layer.weight, layer.bias))]
+        hidden, weight, bias = (each.clone().requires_grad_() for each in given)
+        as_read = weight.t().contiguous().t() if turned else weight
+        of_teacher = mine(teacher.weight).t().contiguous().t() if turned else mine(teacher.weight)
+        biases = {"student_bias": bias, "teacher_bias": mine(teacher.bias)} if biased else {}
+        made = flce.linear_divergence(hidden, as_read, teacher.hidden, of_teacher, **biases, **options, **more)
+        (made.divergence * layer.token_weight).sum().backward()
+        return made, [hidden, weight, *([bias] if biased else [])]
+
+    expected, whole = call(lambda tensor: tensor)
+    found, parts = call(layer.mine, process_group=layer.group)
+    same_on_every_rank(*found, parts[0].grad)
+    for got, right in zip(found, expected, strict=True):
+        close(got, right)
+    close(parts[0].grad, whole[0].grad, dtype)
+    for part, right in zip(parts[1:], whole[1:], strict=True):
+        assert right.grad is not None
+        close(part.grad, layer.mine(right.grad), dtype)
+
+
+def divergence_of_no_class() -> None:
+    """Ranks without a class, and rows that pad the vocabulary."""
+    layer, teacher = Layer(), Layer(seed=5)
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    classes = layer.weight.shape[0] - 20
+    rows = slice(0, None) if rank == ranks - 1 else slice(0, 0)
+    parts = (layer.weight[rows], teacher.weight[rows])
+    for beta in (0.0, 0.4):
+        expected = flce.linear_divergence(layer.hidden, layer.weight[:classes], teacher.hidden, teacher.weight[:classes], beta=beta)
+        hidden = layer.hidden.clone().requires_grad_()
+        found = flce.linear_divergence(hidden, parts[0], teacher.hidden, parts[1], beta=beta, process_group=layer.group, vocab_size=classes)
+        found.sum().backward()
+        same_on_every_rank(found, hidden.grad)
+        close(found, expected)
+
+
+def top_k(k: int, dtype: torch.dtype) -> None:
+    layer = Layer(dtype)
+    options: dict[str, Any] = {"temperature": layer.temperature, "softcap": 5.0}
+    expected = flce.linear_topk(layer.hidden, layer.weight, k, bias=layer.bias, **options)
+    found = flce.linear_topk(layer.hidden, layer.mine(layer.weight), k, bias=layer.mine(layer.bias), process_group=layer.group, **options)
+    same_on_every_rank(*found)
+    close(found.lse, expected.lse)
+    close(found.logprobs, expected.logprobs)
+    # Equal logits lie on several ranks: the smaller class comes first.
+    hidden, weight = torch.ones_like(layer.hidden), torch.ones_like(layer.weight)
+    weight[::3] = 2
+    ties = flce.linear_topk(hidden, layer.mine(weight), k, process_group=layer.group)
+    order = weight[:, 0].sort(descending=True, stable=True).indices[:k]
+    assert torch.equal(ties.ids, order.expand_as(ties.ids))
+
+
 CASES: list[tuple[Any, ...]] = [
+    *((divergence, beta, torch.float32, form) for beta in (0.0, 0.4, 1.0) for form in ("plain", "everything", "hidden-major")),
+    *((divergence, beta, torch.bfloat16, "everything") for beta in (0.0, 0.4, 1.0)),
+    (divergence_of_no_class,),
+    *((top_k, k, dtype) for k in (1, 64, 150) for dtype in (torch.float32, torch.bfloat16)),
     *((distillation, share) for share in (0.0, 0.4)),
     *((distillation_over_tokens, form) for form in ("plain", "second dimension", "DTensors")),
     *((function, sequence) for function in (logprobs_at, several_depths) for sequence in (False, True)),

@@ -15,11 +15,12 @@ VOCAB, HIDDEN, TOKENS = 203, 64, 48
 class Layer:
     """A whole layer and its tokens, the same on every rank, and this rank's part."""
 
-    def __init__(self, dtype: torch.dtype = torch.float32, *, seed: int = 0, even: bool = False, tokens: int = TOKENS) -> None:
+    def __init__(self, dtype: torch.dtype = torch.float32, *, seed: int = 0, even: int = 0, tokens: int = TOKENS) -> None:
+        """`even`: so many classes, as many on each rank; 0: VOCAB, of which ranks have unlike parts."""
         make = generator(seed)
         ranks, rank = dist.get_world_size(), dist.get_rank()
         self.hidden = torch.randn(tokens, HIDDEN, generator=make).to(dtype)
-        vocab = 200 if even else VOCAB
+        vocab = even or VOCAB
         self.weight = (0.3 * torch.randn(vocab, HIDDEN, generator=make)).to(dtype)
         self.bias = torch.randn(vocab, generator=make).to(dtype)
         self.class_weight = torch.rand(vocab, generator=make) + 0.5

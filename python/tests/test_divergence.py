@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import flce
-from flce.call import _divergence
+from flce.operators import _divergence
 
 N, STUDENT, TEACHER, V = 37, 64, 104, 1000
 BETAS = (0.0, 0.3, 1.0)

@@ -87,7 +87,7 @@ private:
         const CpuCall call(spec(), slots);
         switch (pass) {
             case Pass::forward: return (has_teacher_head(spec()) ? run_cpu_divergence : run_cpu_forward)(context_, call);
-            case Pass::merge: return run_cpu_merge(call);
+            case Pass::merge: return (has_teacher_head(spec()) ? run_cpu_divergence_merge : run_cpu_merge)(call);
             default: return run_cpu_backward(context_, call);
         }
     }

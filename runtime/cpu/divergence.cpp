@@ -1,10 +1,11 @@
 #include "runtime/cpu/divergence.hpp"
 
 #include <algorithm>
+#include <array>
+#include <bit>
 #include <span>
 
 #include "generator/logit_transforms.hpp"
-#include "runtime/cpu/row_results.hpp"
 
 namespace flce {
 namespace {
@@ -82,7 +83,57 @@ void CpuDivergence::differentiate(const WorkerSlot& slot, const GradRow& row, st
     }
 }
 
+void CpuDivergence::write(const CpuRowResults& results, std::int64_t token, const DivergenceSums& sums) const {
+    DivergenceRow row{};
+    if (call_.valid_label(token) >= 0) row = divergence_row(sums, form_ == kReverse);
+    results.write(token, {.lse = row.lse, .entropy = row.entropy});
+    call_.pointer<float>(Slot::teacher_lse)[token] = row.teacher_lse;
+    if (call_.has(Slot::teacher_entropy)) call_.pointer<float>(Slot::teacher_entropy)[token] = row.teacher_entropy;
+    call_.pointer<float>(Slot::student_divergence)[token] = row.kl;
+}
+
+void CpuDivergence::write_loss(CpuRowResults& results, std::int64_t token, const MixtureTerm& mixture) const {
+    float& of_student = call_.pointer<float>(Slot::student_divergence)[token];
+    float divergence = of_student;
+    if (form_ == kMixture) {
+        divergence = mixture.divergence;
+        of_student = mixture.student;
+    }
+    const float loss = call_.valid_label(token) >= 0 ? divergence * call_.token_weight(token) : 0.F;
+    results.add(loss, 0);
+    if (call_.reduction() != ReductionCode::none) return;
+    if (call_.has(Slot::loss)) call_.pointer<float>(Slot::loss)[token] = loss;
+    if (call_.has(Slot::z_loss)) call_.pointer<float>(Slot::z_loss)[token] = 0;
+}
+
 namespace {
+
+MixtureTerm merge(const MixtureTerm& a, const MixtureTerm& b) { return {a.divergence + b.divergence, a.student + b.student}; }
+
+/// Sums as numbers of a token's fields in partial_sums.
+template <class Sums>
+void store_numbers(const CpuCall& call, std::int64_t token, const Sums& sums) {
+    const auto numbers = std::bit_cast<std::array<float, sizeof(Sums) / sizeof(float)>>(sums);
+    for (std::size_t i = 0; i < numbers.size(); ++i) {
+        call.pointer<float>(Slot::partial_sums)[static_cast<std::int64_t>(i) * call.num_tokens() + token] = numbers[i];
+    }
+}
+/// A token's sums of all shards.
+template <class Sums>
+Sums merged_numbers(const CpuCall& call, std::int64_t token) {
+    constexpr std::int64_t kFields = sizeof(DivergenceSums) / sizeof(float);
+    Sums all{};
+    for (std::int64_t shard = 0; shard < call.value(Slot::num_shards); ++shard) {
+        std::array<float, sizeof(Sums) / sizeof(float)> numbers{};
+        for (std::size_t i = 0; i < numbers.size(); ++i) {
+            const std::int64_t field = shard * kFields + static_cast<std::int64_t>(i);
+            numbers[i] = call.pointer<const float>(Slot::all_partial_sums)[field * call.num_tokens() + token];
+        }
+        const auto sums = std::bit_cast<Sums>(numbers);
+        all = shard == 0 ? sums : merge(all, sums);
+    }
+    return all;
+}
 
 class DivergencePass {
 public:
@@ -105,21 +156,16 @@ public:
             const std::int64_t rows = layout_.row_blocks.length(block);
             pack_hidden_rows(context_, call_, Slot::hidden, student_, begin, rows);
             pack_hidden_rows(context_, call_, Slot::teacher_hidden, teacher_, begin, rows);
-            walk<DivergenceSums>(begin, rows, divergence_of_nothing(),
-                                 [&](const WorkerSlot& slot, std::int64_t, std::int64_t at, auto columns) {
-                                     return CpuDivergence::sums(slot.tile + at, slot.teacher_tile + at, columns);
-                                 });
-            for (std::int64_t i = 0; i < rows; ++i) finish_row(begin + i, merged<DivergenceSums>(i, rows));
-            if (divergence_.form() == kMixture) mixture_of(begin, rows);
-            for (std::int64_t i = 0; i < rows; ++i) write_loss(begin + i, i);
+            if (is_shard(spec_)) {
+                sums_of_shard(begin, rows);
+            } else {
+                outputs_of(begin, rows);
+            }
         }
-        results_.write_reduced(call_.mean_divisors());
+        if (!is_shard(spec_)) results_.write_reduced(call_.mean_divisors());
     }
 
 private:
-    static MixtureTerm merge(const MixtureTerm& a, const MixtureTerm& b) { return {a.divergence + b.divergence, a.student + b.student}; }
-    static DivergenceSums merge(const DivergenceSums& a, const DivergenceSums& b) { return flce::merge(a, b); }
-
     template <class Sums>
     [[nodiscard]] Sums* sums_of_group(std::int64_t group, std::int64_t rows) const {
         static_assert(sizeof(Sums) <= sizeof(DivergenceSums));
@@ -130,6 +176,52 @@ private:
         Sums all = sums_of_group<Sums>(0, rows)[i];
         for (std::int64_t group = 1; group < layout_.strip_groups.count; ++group) all = merge(all, sums_of_group<Sums>(group, rows)[i]);
         return all;
+    }
+
+    void outputs_of(std::int64_t begin, std::int64_t rows) {
+        walk_of_sums(begin, rows);
+        for (std::int64_t i = 0; i < rows; ++i) {
+            const bool valid = call_.valid_label(begin + i) >= 0;
+            divergence_.write(results_, begin + i, valid ? merged<DivergenceSums>(i, rows) : divergence_of_nothing());
+        }
+        if (divergence_.form() == kMixture) walk_of_mixture(begin, rows);
+        for (std::int64_t i = 0; i < rows; ++i) {
+            const bool mixes = divergence_.form() == kMixture && call_.valid_label(begin + i) >= 0;
+            divergence_.write_loss(results_, begin + i, mixes ? merged<MixtureTerm>(i, rows) : MixtureTerm{0.F, 0.F});
+        }
+    }
+
+    /// Sums of a shard's classes, for merge.
+    void sums_of_shard(std::int64_t begin, std::int64_t rows) {
+        const bool mixture = call_.value(Slot::walk) == static_cast<std::int64_t>(WalkCode::mixture);
+        if (mixture) {
+            walk_of_mixture(begin, rows);
+        } else {
+            walk_of_sums(begin, rows);
+        }
+        for (std::int64_t i = 0; i < rows; ++i) {
+            const bool any = call_.valid_label(begin + i) >= 0 && layout_.strip_groups.count > 0;
+            if (mixture) {
+                store_numbers(call_, begin + i, any ? merged<MixtureTerm>(i, rows) : MixtureTerm{0.F, 0.F});
+            } else {
+                store_numbers(call_, begin + i, any ? merged<DivergenceSums>(i, rows) : divergence_of_nothing());
+            }
+        }
+    }
+
+    void walk_of_sums(std::int64_t begin, std::int64_t rows) {
+        walk<DivergenceSums>(begin, rows, divergence_of_nothing(),
+                             [&](const WorkerSlot& slot, std::int64_t, std::int64_t at, auto columns) {
+                                 return CpuDivergence::sums(slot.tile + at, slot.teacher_tile + at, columns);
+                             });
+    }
+    /// The second walk of a mixture, once both normalizers are known.
+    void walk_of_mixture(std::int64_t begin, std::int64_t rows) {
+        const float* lse = call_.pointer<const float>(Slot::lse);
+        const float* teacher_lse = call_.pointer<const float>(Slot::teacher_lse);
+        walk<MixtureTerm>(begin, rows, {0.F, 0.F}, [&](const WorkerSlot& slot, std::int64_t token, std::int64_t at, auto columns) {
+            return divergence_.mixture(slot.tile + at, slot.teacher_tile + at, columns, lse[token], teacher_lse[token]);
+        });
     }
 
     /// Sums of every row over each group of strips: `of_row(slot, token, at, columns)` has those of a row of a strip.
@@ -166,44 +258,6 @@ private:
                       slot.b_block, slot.teacher_tile);
     }
 
-    void finish_row(std::int64_t token, const DivergenceSums& sums) const {
-        DivergenceRow row{};
-        if (call_.valid_label(token) >= 0) row = divergence_row(sums, divergence_.form() == kReverse);
-        results_.write(token, {.lse = row.lse, .entropy = row.entropy});
-        call_.pointer<float>(Slot::teacher_lse)[token] = row.teacher_lse;
-        if (call_.has(Slot::teacher_entropy)) call_.pointer<float>(Slot::teacher_entropy)[token] = row.teacher_entropy;
-        call_.pointer<float>(Slot::student_divergence)[token] = row.kl;
-    }
-
-    /// Divergences of a mixture: a second walk, now that both normalizers are known. Row i's is then in `divergences_`.
-    void mixture_of(std::int64_t begin, std::int64_t rows) {
-        const float* lse = call_.pointer<const float>(Slot::lse);
-        const float* teacher_lse = call_.pointer<const float>(Slot::teacher_lse);
-        walk<MixtureTerm>(begin, rows, {0.F, 0.F}, [&](const WorkerSlot& slot, std::int64_t token, std::int64_t at, auto columns) {
-            return divergence_.mixture(slot.tile + at, slot.teacher_tile + at, columns, lse[token], teacher_lse[token]);
-        });
-        auto* divergences = reinterpret_cast<float*>(workspace_ + layout_.row_losses);
-        for (std::int64_t i = 0; i < rows; ++i) {
-            const bool valid = call_.valid_label(begin + i) >= 0;
-            const MixtureTerm sum = valid ? merged<MixtureTerm>(i, rows) : MixtureTerm{0.F, 0.F};
-            divergences[i] = sum.divergence;
-            call_.pointer<float>(Slot::student_divergence)[begin + i] = sum.student;
-        }
-    }
-
-    void write_loss(std::int64_t token, std::int64_t i) {
-        float loss = 0;
-        if (call_.valid_label(token) >= 0) {
-            const float divergence = divergence_.form() == kMixture ? reinterpret_cast<const float*>(workspace_ + layout_.row_losses)[i]
-                                                                    : call_.pointer<const float>(Slot::student_divergence)[token];
-            loss = divergence * call_.token_weight(token);
-        }
-        results_.add(loss, 0);
-        if (call_.reduction() != ReductionCode::none) return;
-        if (call_.has(Slot::loss)) call_.pointer<float>(Slot::loss)[token] = loss;
-        if (call_.has(Slot::z_loss)) call_.pointer<float>(Slot::z_loss)[token] = 0;
-    }
-
     const CpuContext& context_;
     const CpuPlan& plan_;
     const CpuCall& call_;
@@ -218,5 +272,19 @@ private:
 }  // namespace
 
 void run_cpu_divergence(const CpuContext& context, const CpuCall& call) { DivergencePass(context, call).run(); }
+
+void run_cpu_divergence_merge(const CpuCall& call) {
+    const CpuDivergence divergence(call);
+    CpuRowResults results(call);
+    const bool mixture = call.value(Slot::walk) == static_cast<std::int64_t>(WalkCode::mixture);
+    call.report_invalid_label();
+    for (std::int64_t token = 0; token < call.num_tokens(); ++token) {
+        const bool valid = call.valid_label(token) >= 0;
+        if (!mixture) divergence.write(results, token, valid ? merged_numbers<DivergenceSums>(call, token) : divergence_of_nothing());
+        if (!mixture && divergence.form() == kMixture) continue;  // the second walk has the loss
+        divergence.write_loss(results, token, mixture && valid ? merged_numbers<MixtureTerm>(call, token) : MixtureTerm{0.F, 0.F});
+    }
+    if (mixture || divergence.form() != kMixture) results.write_reduced(call.mean_divisors());
+}
 
 }  // namespace flce

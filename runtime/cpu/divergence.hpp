@@ -6,6 +6,7 @@
 
 #include "runtime/cpu/cpu_call.hpp"
 #include "runtime/cpu/passes.hpp"
+#include "runtime/cpu/row_results.hpp"
 #include "templates/common/divergence_math.cuh"
 
 namespace flce {
@@ -23,6 +24,10 @@ public:
     [[nodiscard]] static DivergenceSums sums(const float* student, const float* teacher, std::int64_t columns);
     /// Part of a mixture's divergences that such rows have.
     [[nodiscard]] MixtureTerm mixture(const float* student, const float* teacher, std::int64_t columns, float lse, float teacher_lse) const;
+
+    /// Writes a token's outputs from its sums over all classes, and then its loss. `mixture`: sums of the second walk, where there is one.
+    void write(const CpuRowResults& results, std::int64_t token, const DivergenceSums& sums) const;
+    void write_loss(CpuRowResults& results, std::int64_t token, const MixtureTerm& mixture) const;
 
     /// The student's row of hidden · weightᵀ becomes its gradient.
     void differentiate(const WorkerSlot& slot, const GradRow& row, std::int64_t token, std::int64_t at, std::int64_t columns) const;

@@ -7,6 +7,7 @@
 #include "runtime/cpu/row_results.hpp"
 #include "runtime/cpu/shard_sums.hpp"
 #include "runtime/cpu/teacher.hpp"
+#include "runtime/cpu/top_classes.hpp"
 
 namespace flce {
 namespace {
@@ -21,6 +22,7 @@ public:
           workspace_(call.pointer(Slot::workspace)),
           results_(call),
           teacher_(call),
+          top_(call, layout_, workspace_),
           partial_sums_(call.spec(), call.pointer<float>(Slot::partial_sums), call.num_tokens()),
           class_weight_total_(is_shard(call.spec()) ? static_cast<float>(call.sum_of_class_weights()) : 0.F),
           retained_(cpu_retained(context.plan, call.num_tokens(), call.vocab_columns(), call.value(Slot::retained_bytes))) {}
@@ -33,6 +35,7 @@ public:
             const std::int64_t rows = layout_.row_blocks.length(block);
             const PackedA hidden{workspace_ + layout_.hidden_panels, depth_units(plan_, call_.spec().hidden_size)};
             pack_hidden_rows(context_, call_, Slot::hidden, hidden, begin, rows);
+            if (top_.present()) top_.begin(rows);
             reduce_logits(hidden, begin, rows);
             finish_rows(begin, rows);
         }
@@ -52,12 +55,12 @@ private:
             const std::int64_t group = task / tiles.count;
             const std::int64_t tile = task % tiles.count;
             reduce_group(slot, hidden, group, {.row = tiles.begin(tile), .rows = tiles.length(tile)}, begin,
-                         sums_of_group(group, rows) + tiles.begin(tile));
+                         sums_of_group(group, rows) + tiles.begin(tile), top_.lock_of(tile));
         });
     }
 
     void reduce_group(const WorkerSlot& slot, const PackedA& hidden, std::int64_t group, TileRange range, std::int64_t first_token,
-                      RowSums* sums) const {
+                      RowSums* sums, std::mutex& top_lock) const {
         const std::int64_t first = layout_.strip_groups.begin(group);
         for (std::int64_t strip = first; strip < first + layout_.strip_groups.length(group); ++strip) {
             const std::int64_t vocab = layout_.strips.begin(strip);
@@ -69,6 +72,12 @@ private:
             RowSums* strip_sums = strip == first ? sums : slot.sums;
             context_.code.forward_tile(slot.tile, plan_.block_n, range.rows, range.columns, slot.bias, slot.class_weight,
                                        context_.transform_parameters.data(), temperatures(first_token + range.row), strip_sums);
+            if (top_.present()) {
+                const std::scoped_lock lock(top_lock);
+                for (std::int64_t i = 0; i < range.rows; ++i) {
+                    top_.add(range.row + i, slot.tile + i * plan_.block_n, range.columns, call_.vocab_start() + vocab);
+                }
+            }
             for (std::int64_t i = 0; i < range.rows; ++i) {
                 const std::int64_t token = first_token + range.row + i;
                 const std::int64_t label = call_.valid_label(token);
@@ -134,10 +143,13 @@ private:
         if (is_shard(call_.spec())) {
             const std::int64_t column = call_.column_of(y);
             store_shard_sums(partial_sums_, token, sums, {column >= 0 ? call_.class_weight(column) : 0.F, class_weight_total_});
+            if (top_.present()) top_.store(partial_sums_, token, i, y >= 0 && layout_.strip_groups.count > 0);
             return {};
         }
+        if (y >= 0 && top_.present()) top_.finish(token, i, sums);
         if (y >= 0) return results_.write(token, sums, call_.class_weight(y), teacher_.finish(token, sums));
         teacher_.clear(token);
+        write_no_top_classes(call_, token);
         results_.write_ignored(token);
         return {};
     }
@@ -149,6 +161,7 @@ private:
     std::byte* const workspace_;
     CpuRowResults results_;
     const CpuTeacher teacher_;
+    CpuTopClasses top_;
     const ShardSums<float> partial_sums_;
     const float class_weight_total_;
     const CpuRetained retained_;

@@ -6,6 +6,7 @@
 #include "runtime/cpu/row_results.hpp"
 #include "runtime/cpu/shard_sums.hpp"
 #include "runtime/cpu/teacher.hpp"
+#include "runtime/cpu/top_classes.hpp"
 
 namespace flce {
 namespace {
@@ -25,10 +26,12 @@ public:
             if (call_.valid_label(token) < 0) {
                 results.write_ignored(token);
                 teacher_.clear(token);
+                write_no_top_classes(call_, token);
                 continue;
             }
             const RowSums sums = merged(token);
             merge_teacher(token);
+            merge_top_classes(call_, first_, token, sums);
             const float class_weight = call_.element(Slot::target_class_weight, token, 1.F);
             const RowOutputs outputs = results.write(token, sums, class_weight, teacher_.finish(token, sums));
             results.add(outputs.cross_entropy, outputs.z_loss);

@@ -39,7 +39,7 @@ UnpackedB teacher_weight_for_logits(const CpuContext& context, const CpuCall& ca
     const auto bytes = static_cast<std::int64_t>(element_bytes(spec.dtype));
     const bool vocab_major = spec.layout == WeightLayout::vocab_major;
     return {.data = call.pointer(Slot::teacher_weight) + begin * bytes * (vocab_major ? spec.teacher_hidden_size : 1),
-            .ld = vocab_major ? spec.teacher_hidden_size : spec.vocab_size,
+            .ld = vocab_major ? spec.teacher_hidden_size : teacher_head(spec).padded_vocab_size,
             .element_bytes = bytes,
             .depth_contiguous = vocab_major,
             .pack = context.code.pack_weight_logits};

@@ -20,6 +20,7 @@ void run_cpu_forward(const CpuContext& context, const CpuCall& call);
 /// Forward where the spec has a teacher's head.
 void run_cpu_divergence(const CpuContext& context, const CpuCall& call);
 void run_cpu_merge(const CpuCall& call);
+void run_cpu_divergence_merge(const CpuCall& call);
 void run_cpu_backward(const CpuContext& context, const CpuCall& call);
 
 /// A worker's own part of the workspace.

@@ -36,10 +36,10 @@ void poison(const Spec& spec, LayerOutputs& outputs) {
     const auto fill = [&](Tensor& tensor) {
         if (tensor.view.present) tensor.buffer.fill(std::byte{0xff});
     };
-    for (const auto tensor :
-         {&LayerOutputs::loss, &LayerOutputs::z_loss, &LayerOutputs::lse, &LayerOutputs::logprobs, &LayerOutputs::entropy,
-          &LayerOutputs::top1, &LayerOutputs::log_sum_sq_probs, &LayerOutputs::teacher_logprobs, &LayerOutputs::teacher_lse,
-          &LayerOutputs::teacher_entropy, &LayerOutputs::student_divergence, &LayerOutputs::grad_hidden}) {
+    for (const auto tensor : {&LayerOutputs::loss, &LayerOutputs::z_loss, &LayerOutputs::lse, &LayerOutputs::logprobs,
+                              &LayerOutputs::entropy, &LayerOutputs::top1, &LayerOutputs::log_sum_sq_probs, &LayerOutputs::teacher_logprobs,
+                              &LayerOutputs::teacher_lse, &LayerOutputs::teacher_entropy, &LayerOutputs::student_divergence,
+                              &LayerOutputs::top_logprobs, &LayerOutputs::top_ids, &LayerOutputs::grad_hidden}) {
         fill(outputs.*tensor);
     }
     if (spec.grad_weight_mode == GradMode::accumulate) return;
@@ -144,9 +144,9 @@ void add_differences(const Spec& spec, const LayerOutputs& found, const LayerOut
     const double output = output_error_cap(spec.dtype);
     add(&LayerOutputs::loss, loss_error_cap(spec));
     add(&LayerOutputs::z_loss, loss_error_cap(spec));
-    for (const auto tensor :
-         {&LayerOutputs::lse, &LayerOutputs::logprobs, &LayerOutputs::entropy, &LayerOutputs::log_sum_sq_probs,
-          &LayerOutputs::teacher_logprobs, &LayerOutputs::teacher_lse, &LayerOutputs::teacher_entropy, &LayerOutputs::student_divergence}) {
+    for (const auto tensor : {&LayerOutputs::lse, &LayerOutputs::logprobs, &LayerOutputs::entropy, &LayerOutputs::log_sum_sq_probs,
+                              &LayerOutputs::teacher_logprobs, &LayerOutputs::teacher_lse, &LayerOutputs::teacher_entropy,
+                              &LayerOutputs::student_divergence, &LayerOutputs::top_logprobs}) {
         add(tensor, output);
     }
     if (found.top1.view.present) {

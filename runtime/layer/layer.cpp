@@ -112,11 +112,19 @@ std::vector<float> sums_of_nothing(const Spec& spec, std::int64_t num_tokens, st
         fill(fields.target_logit, -kInfinity);
         fill(fields.top1, std::bit_cast<float>(int{FLCE_NO_CLASS}));
         for (int k = 0; k < spec.teacher_top_k; ++k) fill(fields.teacher_logits + k, -kInfinity);
+        for (int k = 0; k < spec.top_k; ++k) {
+            fill(fields.top_logits + k, std::numeric_limits<float>::quiet_NaN());
+            fill(fields.top_labels + k, std::bit_cast<float>(int{FLCE_NO_CLASS}));
+        }
     }
     return sums;
 }
 
 void add_shard_outputs(const Spec& spec, DeviceRef device, std::int64_t num_tokens, LayerOutputs& outputs) {
+    if (has_teacher_head(spec)) {
+        throw SpecError(
+            "spec: whole_vocab_size with teacher_hidden_size: a divergence's shard alone has no outputs; leave one of them out");
+    }
     if (spec.padded_vocab_size != spec.vocab_size) {
         throw SpecError(
             fmt::format("spec: padded_vocab_size={} of a shard: rows without a class are the last of the whole layer, and this "
@@ -214,6 +222,10 @@ LayerOutputs make_outputs(const Spec& spec, DeviceRef device, std::int64_t num_t
         outputs.teacher_lse = make_tensor("teacher_lse", device, ScalarType::fp32, tokens);
         outputs.teacher_entropy = make_tensor("teacher_entropy", device, ScalarType::fp32, tokens);
         outputs.student_divergence = make_tensor("student_divergence", device, ScalarType::fp32, tokens);
+    }
+    if (spec.top_k > 0) {
+        outputs.top_logprobs = make_tensor("top_logprobs", device, ScalarType::fp32, {num_tokens, spec.top_k});
+        outputs.top_ids = make_tensor("top_ids", device, ScalarType::int64, {num_tokens, spec.top_k});
     }
     outputs.grad_hidden = make_tensor("grad_hidden", device, scalar_type(grad_hidden_dtype(spec)), {num_tokens, spec.hidden_size});
     outputs.grad_weight = make_tensor("grad_weight", device, scalar_type(spec.grad_weight_dtype), weight_shape(spec));

@@ -50,6 +50,7 @@ struct LayerInputs {
 struct LayerOutputs {
     Tensor loss, z_loss, lse, logprobs, entropy, top1, log_sum_sq_probs, teacher_logprobs;
     Tensor teacher_lse, teacher_entropy, student_divergence;
+    Tensor top_logprobs, top_ids;
     Tensor grad_hidden, grad_weight, grad_bias;
     /// A shard's outputs. The shard is the first of as many as the whole vocabulary has, and the others have found nothing: partial_sums is
     /// the beginning of all_partial_sums.

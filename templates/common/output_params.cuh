@@ -18,7 +18,9 @@ struct OutputsParams {
     float* logprobs;
     float* entropy;
     float* log_sum_sq_probs;
-    long long* top1;             ///< −1 where the row is ignored
+    long long* top1;      ///< −1 where the row is ignored
+    float* top_logprobs;  ///< [rows, top_k], of a merge
+    long long* top_ids;
     LossPartial* loss_partials;  ///< one for each block; null: no scalar loss, or this block writes it
     float* scalar_loss;          ///< scalar loss, where this launch is one block and has every row; else null
     float* scalar_z_loss;        ///< z-loss's part of scalar_loss, in the launches that have scalar_loss
@@ -55,9 +57,33 @@ struct RowOutputsParams : OutputsParams {
     const float* class_weight;
 };
 
+enum : int { kMostLtSplits = 6 };  ///< parts of a stretch that cuda_lt reduces apart
+
+/// Lists of classes that become outputs, or a shard's partial sums.
+struct TopClassesParams {
+    const void* keys;        ///< [splits][partial_rows] lists
+    const TopState* states;  ///< [splits][partial_rows]
+    const float* partials;   ///< partials of ForwardParams
+    const PassScalars* scalars;
+    TargetParams targets;
+    RowList list;
+    const float* temperature;  ///< [rows], where the Problem has temperatures
+    float* logprobs;           ///< [rows, top_k], from the launch's first row on, or the call's where there is a list; so are the others
+    long long* ids;
+    float* shard_sums;  ///< sums of ShardSumsParams
+    long long ld;
+    long long partial_rows;
+    int rows;
+    int splits;
+    int first_field;  ///< ShardFields::top_logits
+    int unused;
+};
+
 /// Outputs of rows whose divergence from a teacher has been summed up.
 struct DivergenceOutputsParams : OutputsParams {
-    const float* partials;  ///< [splits][fields][partial_rows]: numbers of DivergenceSums or, with `mixture`, of MixtureTerm
+    const float* partials;   ///< [splits][fields][partial_rows]: numbers of DivergenceSums or, with `mixture`, of MixtureTerm. In a merge
+                             ///< the splits are shards
+    long long split_stride;  ///< numbers from one split to the next
     long long partial_rows;
     float* teacher_lse;
     float* teacher_entropy;  ///< or null
@@ -65,6 +91,20 @@ struct DivergenceOutputsParams : OutputsParams {
     int splits;
     int mixture;  ///< not 0: sums of a mixture's divergences, after lse and teacher_lse have been written
     int last;     ///< not 0: the loss is written
+    int unused;
+};
+
+/// A walk of a shard's divergence ends with the sums of its classes.
+struct DivergenceShardSumsParams {
+    const float* partials;  ///< partials of DivergenceOutputsParams, and so is `mixture`
+    TargetParams targets;
+    const float* temperature;
+    float* sums;  ///< sums of ShardSumsParams
+    long long ld;
+    long long partial_rows;
+    int rows;
+    int splits;
+    int mixture;
     int unused;
 };
 
@@ -89,7 +129,7 @@ struct MergeShardsParams : OutputsParams {
     long long ld;      ///< distance from one field to the next
     long long stride;  ///< distance from one shard to the next
     int shards;
-    int unused;
+    int top_field;  ///< ShardFields::top_logits
 };
 
 struct ReduceLossParams {

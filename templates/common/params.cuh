@@ -53,7 +53,9 @@ struct PassScalars {
     unsigned target_bits;         ///< bits of the largest bound on |t·logit_scale| of any row, a term that only the target's dz has
     int valid_rows;               ///< valid rows of a RowList
     int splits;                   ///< cuda_sm90a: `splits` of ForwardParams in the last launch of forward
-    Tickets tickets;              ///< cuda_sm90a: tickets of the launch at hand
+    int top_splits;               ///< cuda_sm90a: lists of a row's classes, where the Problem has a top_k
+    int unused;
+    Tickets tickets;  ///< cuda_sm90a: tickets of the launch at hand
 };
 
 /// A token and its label, as load_target has it.
@@ -121,6 +123,12 @@ struct ForwardParams {
     int rows;
     int splits;
     float transform[kMaxTransformParameters];
+};
+
+/// State of a list of the classes of a row's largest logits. All 0 where nothing has come to the list.
+struct TopState {
+    float least;  ///< logits below are not among the largest, where the list has been narrowed
+    int count;    ///< number of keys, and a bit for a list that has been narrowed
 };
 
 /// Class-weight totals, for a mean's backward the divisors, and the list of rows.

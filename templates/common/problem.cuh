@@ -33,6 +33,7 @@ namespace flce {
 struct PlainProblem {
     enum : bool { temperature = false };                 ///< a row's logits are divided by a number of its own
     enum : bool { top1 = false };                        ///< RowSums::top1 is wanted
+    enum : int { top_k = 0 };                            ///< classes of the largest logits that are wanted
     enum : bool { square_sum = false };                  ///< RowSums::exp_sq_sum is wanted
     enum : bool { stores_derivative = false };           ///< retained exponentials are multiplied by the logits' derivative
     enum : bool { teacher = false };                     ///< rows have classes that a teacher names

@@ -21,6 +21,8 @@ struct ShardFields {
     int target_class_weight;  ///< c_y; 0 where another shard has the target
     int class_weight_total;   ///< Σ c_j over the shard, the same for each token
     int teacher_logits;       ///< the first of top_k fields: the logit of each id; −inf where another shard has it, or none
+    int top_logits;           ///< the first of K fields, K the spec's top_k: the shard's largest logits, the largest first
+    int top_labels;           ///< the first of K fields, bits of an int: their labels; FLCE_NO_CLASS where the shard has fewer classes
     int count;
 };
 
@@ -32,10 +34,11 @@ struct ShardContents {
     bool top1;
     bool class_weight;
     int teacher_top_k;
+    int top_k;
 };
 
 FLCE_HOST_DEVICE constexpr ShardFields shard_fields(const ShardContents& has) {
-    ShardFields f{0, 1, -1, -1, -1, -1, -1, -1, -1, -1, 2};
+    ShardFields f{0, 1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, 2};
     if (has.entropy) f.exp_z_sum = f.count++;
     if (has.label_smoothing) f.weighted_sum = f.count++;
     if (has.square_sum) f.exp_sq_sum = f.count++;
@@ -46,6 +49,11 @@ FLCE_HOST_DEVICE constexpr ShardFields shard_fields(const ShardContents& has) {
     if (has.teacher_top_k > 0) {
         f.teacher_logits = f.count;
         f.count += has.teacher_top_k;
+    }
+    if (has.top_k > 0) {
+        f.top_logits = f.count;
+        f.top_labels = f.count + has.top_k;
+        f.count += 2 * has.top_k;
     }
     return f;
 }

@@ -3,6 +3,7 @@
 
 #include "flce/common/row_outputs.cuh"
 #include "flce/common/shard_fields.cuh"
+#include "flce/common/top_classes.cuh"
 
 namespace flce {
 
@@ -10,7 +11,7 @@ namespace flce {
 template <class Problem>
 __host__ __device__ constexpr ShardFields shard_fields_of() {
     return shard_fields(ShardContents{Problem::entropy, Problem::label_smoothing, Problem::square_sum, Problem::top1, Problem::class_weight,
-                                      Problem::teacher ? 1 : 0});
+                                      Problem::teacher ? 1 : 0, 0});
 }
 template <class Problem>
 struct ShardFieldsOf {
@@ -106,6 +107,37 @@ __device__ __forceinline__ void gather_teacher_logits(const MergeShardsParams& p
     }
 }
 
+/// The classes of the row's largest logits of all shards, merged shard by shard in the outputs' own memory. `sums`: of all shards.
+template <class Problem>
+__device__ __forceinline__ void merge_top_classes(const MergeShardsParams& p, int row, bool ignored, const RowSums& sums) {
+    constexpr int kTopK = Problem::top_k;
+    float* const logits = p.top_logprobs + static_cast<long long>(row) * kTopK;
+    long long* const ids = p.top_ids + static_cast<long long>(row) * kTopK;
+    const auto put = [&](int at, ClassKey key) {
+        logits[at] = logit_of(key);
+        ids[at] = id_of(key);
+    };
+    const auto key_at = [&](int at) { return class_key(logits[at], static_cast<int>(ids[at])); };
+    for (int i = 0; i < kTopK; ++i) {
+        logits[i] = ignored ? 0.f : logit_of(no_class_key());
+        ids[i] = ignored ? -1 : FLCE_NO_CLASS;
+    }
+    if (ignored) return;
+    for (int shard = 0; shard < p.shards; ++shard) {
+        const float* const from = p.sums + row + shard * p.stride + p.top_field * p.ld;
+        const auto other = [&](int i) { return class_key(from[i * p.ld], __float_as_int(from[(kTopK + i) * p.ld])); };
+        int mine = 0;
+        while (mine < kTopK && key_at(mine) >= other(kTopK - 1 - mine)) ++mine;  // classes of what is there that stay
+        int at = kTopK - 1;
+        for (int i = mine - 1, j = kTopK - 1 - mine; j >= 0; --at) {
+            const bool moves = i >= 0 && key_at(i) < other(j);
+            put(at, moves ? key_at(i--) : other(j--));
+        }
+    }
+    const float log_sum = logf(sums.exp_sum);
+    for (int i = 0; i < kTopK; ++i) logits[i] = (logits[i] - sums.max) - log_sum;
+}
+
 /// A row's sums and target's logit of all shards. A row's threads take turns with the shards, whose loads are on their way together; the
 /// first thread has the sums. All threads of the block.
 template <class Problem>
@@ -170,6 +202,9 @@ __device__ __forceinline__ void merge_shards(const MergeShardsParams& p) {
         atomicMin(p.invalid_label, static_cast<unsigned long long>(p.first_row + row));
     }
     if (first) write_outputs<Problem>(p, row, out, top1);
+    if constexpr (Problem::top_k > 0) {
+        if (first) merge_top_classes<Problem>(p, row, target < 0, sums);
+    }
     write_losses<Problem>(p, mine);
 }
 

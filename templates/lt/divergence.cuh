@@ -99,8 +99,8 @@ struct HeadTile {
 #pragma unroll
                 for (int e = 0; e < 2; ++e) {
                     const int column = first_column + place.column(j, e);
-                    const bool is_class = column < Problem::vocab_size;
-                    const int read = min(column, Problem::vocab_size - 1);
+                    const bool is_class = column < vocab_columns<Problem>(p);
+                    const int read = min(column, vocab_columns<Problem>(p) - 1);
                     float& s = student[0][j][2 * h + e];
                     float& t = teacher[0][j][2 * h + e];
                     s = is_class ? tempering.divided(logit_of<Problem>(s, p.bias, read, p.transform).value) : masked_logit();
@@ -160,6 +160,10 @@ struct HeadsBlock {
     }
 };
 
+/// Exponentials of logits that are summed up: fp32 operands have exact ones.
+template <class Problem>
+using HeadMath = Select<Numeric<typename Problem::Element>::kHalf, FastMath, ExactDivergence>;
+
 /// ExactDivergence's functions for 16-bit operands: the logarithm's error is a unit of the last place of 1, and so is the exponential's.
 struct FastDivergence {
     static __device__ __forceinline__ float exp(float x) { return FastMath::exp(x); }
@@ -170,6 +174,9 @@ struct FastDivergence {
     }
 };
 
+template <class Problem>
+using DivergenceMath = Select<Numeric<typename Problem::Element>::kHalf, FastDivergence, ExactDivergence>;
+
 using LtRow = float[LtPlace::kColumnPieces][4];
 
 /// Fields of sums in memory, `stride` numbers apart.
@@ -179,6 +186,7 @@ __device__ __forceinline__ DivergenceSums load_divergence(const float* at, long 
 }
 
 /// Sums of a walk that does not know the normalizers.
+template <class Problem>
 struct LaneDivergence {
     enum : int { kCount = kDivergenceFields };
     enum : bool { kSecond = false };
@@ -207,8 +215,8 @@ struct LaneDivergence {
                 const float student_below = student[j][2 * h + e] - student_max;
                 const float teacher_below = teacher[j][2 * h + e] - teacher_max;
                 const float gap = teacher_below - student_below;
-                add_class(all.student, FastMath::exp(student_below), student_below, gap);
-                add_class(all.teacher, FastMath::exp(teacher_below), teacher_below, gap);
+                add_class(all.student, HeadMath<Problem>::exp(student_below), student_below, gap);
+                add_class(all.teacher, HeadMath<Problem>::exp(teacher_below), teacher_below, gap);
             }
         }
     }
@@ -240,6 +248,7 @@ struct LaneDivergence {
 };
 
 /// Sums of a mixture's divergences.
+template <class Problem>
 struct LaneMixture {
     enum : int { kCount = sizeof(MixtureTerm) / sizeof(float) };
     enum : bool { kSecond = true };  ///< a walk that finds what the first has retained
@@ -261,7 +270,7 @@ struct LaneMixture {
 #pragma unroll
             for (int e = 0; e < 2; ++e) {
                 const MixtureTerm term =
-                    mixture_term<FastDivergence>(student[j][2 * h + e] - lse, teacher[j][2 * h + e] - teacher_lse, beta);
+                    mixture_term<DivergenceMath<Problem>>(student[j][2 * h + e] - lse, teacher[j][2 * h + e] - teacher_lse, beta);
                 all.divergence += term.divergence;
                 all.student += term.student;
             }
@@ -279,8 +288,8 @@ struct LaneMixture {
 };
 
 template <class Problem, class Teacher, class TileT>
-struct DivergenceSumsBlock : HeadsBlock<Problem, Teacher, LaneDivergence> {
-    using HeadsBlock<Problem, Teacher, LaneDivergence>::HeadsBlock;
+struct DivergenceSumsBlock : HeadsBlock<Problem, Teacher, LaneDivergence<Problem>> {
+    using HeadsBlock<Problem, Teacher, LaneDivergence<Problem>>::HeadsBlock;
 };
 template <class Problem, class Teacher, class TileT>
 __device__ __forceinline__ void divergence_sums(const typename DivergenceSumsBlock<Problem, Teacher, TileT>::Params& p) {
@@ -288,31 +297,58 @@ __device__ __forceinline__ void divergence_sums(const typename DivergenceSumsBlo
 }
 
 template <class Problem, class Teacher, class TileT>
-struct MixtureBlock : HeadsBlock<Problem, Teacher, LaneMixture> {
-    using HeadsBlock<Problem, Teacher, LaneMixture>::HeadsBlock;
+struct MixtureBlock : HeadsBlock<Problem, Teacher, LaneMixture<Problem>> {
+    using HeadsBlock<Problem, Teacher, LaneMixture<Problem>>::HeadsBlock;
 };
 template <class Problem, class Teacher, class TileT>
 __device__ __forceinline__ void divergence_mixture(const typename MixtureBlock<Problem, Teacher, TileT>::Params& p) {
     MixtureBlock<Problem, Teacher, TileT>(p).run();
 }
 
-/// Outputs of a row from its sums, merged over the splits. Returns the divergence.
+/// A row's sums of `parts` parts, which lie `part_stride` numbers apart, and their fields `stride`.
+__device__ __forceinline__ DivergenceSums merged_divergence(const float* at, int parts, long long part_stride, long long stride) {
+    DivergenceSums all = divergence_of_nothing();
+    for (int part = 0; part < parts; ++part) all = merge(all, load_divergence(at + part * part_stride, stride));
+    return all;
+}
+__device__ __forceinline__ MixtureTerm merged_mixture(const float* at, int parts, long long part_stride, long long stride) {
+    MixtureTerm all{0.f, 0.f};
+    for (int part = 0; part < parts; ++part) {
+        all = {all.divergence + at[part * part_stride], all.student + at[part * part_stride + stride]};
+    }
+    return all;
+}
+
+/// A shard's sums of a row, which divergence_outputs merges; sums of nothing where the row is ignored, or the shard has no class. A thread
+/// has a row.
+template <class Problem>
+__device__ __forceinline__ void divergence_shard_sums(const DivergenceShardSumsParams& p) {
+    const int row = static_cast<int>(blockIdx.x) * kOutputRows + static_cast<int>(threadIdx.x);
+    if (threadIdx.x >= kOutputRows || row >= p.rows) return;
+    const bool counts = load_target<Problem>(p.targets, p.temperature, row) >= 0 && p.targets.columns > 0;
+    const int parts = counts ? p.splits : 0;
+    float* const to = p.sums + row;
+    if (p.mixture != 0) {
+        const MixtureTerm all = merged_mixture(p.partials + row, parts, 2 * p.partial_rows, p.partial_rows);
+        to[0] = all.divergence;
+        to[p.ld] = all.student;
+    } else {
+        LaneDivergence<Problem> lane;
+        lane.all = merged_divergence(p.partials + row, parts, kDivergenceFields * p.partial_rows, p.partial_rows);
+        lane.store(to, p.ld);
+    }
+}
+
+/// Outputs of a row from its sums, merged over the splits, or the shards. Returns the divergence.
 template <class Problem>
 __device__ __forceinline__ float finish_divergence(const DivergenceOutputsParams& p, int row) {
-    const long long stride = p.partial_rows;
+    const float* const partials = p.partials + row;
     if (p.mixture != 0) {
-        MixtureTerm all{0.f, 0.f};
-        for (int split = 0; split < p.splits; ++split) {
-            const float* const at = p.partials + split * LaneMixture::kCount * stride + row;
-            all = {all.divergence + at[0], all.student + at[stride]};
-        }
+        const MixtureTerm all = merged_mixture(partials, p.splits, p.split_stride, p.partial_rows);
         p.student_divergence[row] = all.student;
         return all.divergence;
     }
-    DivergenceSums all = divergence_of_nothing();
-    for (int split = 0; split < p.splits; ++split) {
-        all = merge(all, load_divergence(p.partials + split * kDivergenceFields * stride + row, stride));
-    }
+    const DivergenceSums all = merged_divergence(partials, p.splits, p.split_stride, p.partial_rows);
     const DivergenceRow found = divergence_row(all, Problem::divergence_form == kReverse);
     p.lse[row] = found.lse;
     p.teacher_lse[row] = found.teacher_lse;
@@ -333,7 +369,8 @@ __device__ __forceinline__ void divergence_outputs(const DivergenceOutputsParams
             const float share = share_of_token(p.count, p.token_weight, row);
             mine = {finish_divergence<Problem>(p, row) * value_or(p.token_weight, row, 1.f), 0.f, share, share};
         } else {
-            p.lse[row] = p.teacher_lse[row] = p.student_divergence[row] = 0.f;
+            p.student_divergence[row] = 0.f;
+            if (p.mixture == 0) p.lse[row] = p.teacher_lse[row] = 0.f;
             if (p.entropy != nullptr) p.entropy[row] = 0.f;
             if (p.teacher_entropy != nullptr) p.teacher_entropy[row] = 0.f;
             if (target == kOutOfRange && p.invalid_label != nullptr) {
@@ -370,7 +407,8 @@ struct DivergenceUpstream {
     }
     /// `student`, `teacher`: logits.
     __device__ __forceinline__ float slope(float student, float teacher, float beta) const {
-        return upstream * divergence_slope<FastDivergence>(Problem::divergence_form, student - lse, teacher - teacher_lse, of_row, beta);
+        return upstream *
+               divergence_slope<DivergenceMath<Problem>>(Problem::divergence_form, student - lse, teacher - teacher_lse, of_row, beta);
     }
 };
 

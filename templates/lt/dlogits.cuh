@@ -82,8 +82,12 @@ struct DlogitsBlock {
             }
             // A chunk's leading dimension has room for whole groups.
             if (column0 + column >= p.columns) continue;
-            *reinterpret_cast<uint2*>(to + column) =
-                make_uint2(Numeric<Element>::pack(four[0], four[1]), Numeric<Element>::pack(four[2], four[3]));
+            if constexpr (Numeric<Element>::kHalf) {
+                *reinterpret_cast<uint2*>(to + column) =
+                    make_uint2(Numeric<Element>::pack(four[0], four[1]), Numeric<Element>::pack(four[2], four[3]));
+            } else {
+                *reinterpret_cast<float4*>(to + column) = make_float4(four[0], four[1], four[2], four[3]);
+            }
         }
     }
 

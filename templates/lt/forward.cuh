@@ -2,7 +2,7 @@
 // retained. A warp owns two rows and a part (split) of the stretch, and goes on with the rows' sums of the stretches before.
 #pragma once
 
-#include "flce/lt/sums.cuh"
+#include "flce/lt/top_lists.cuh"
 
 namespace flce {
 
@@ -23,6 +23,7 @@ struct ForwardBlock {
     int targets[LtPlace::kRows];
     float references[LtPlace::kRows];
     RowSums sums[LtPlace::kRows];
+    TopListOf<Problem> top[LtPlace::kRows];
 
     __device__ __forceinline__ explicit ForwardBlock(const Params& params) : p(params) {
         place.first_row = (static_cast<int>(blockIdx.x) * (kLtThreads / 32) + LtPlace::warp()) * LtPlace::kRows;
@@ -37,6 +38,7 @@ struct ForwardBlock {
             targets[h] = row < p.rows ? load_target<Problem>(p.targets, row) : kIgnored;
             references[h] = Problem::retain && p.retained_columns > 0 && row < p.rows ? p.references[row] : 0.f;
             sums[h] = sums_of_nothing(lowest_logit(), -infinity());
+            top[h].load(p, min(row, p.rows - 1));
         }
         const int split = static_cast<int>(blockIdx.y);
         const int tiles = ceil_div(p.columns, kLtTileColumns);
@@ -79,11 +81,18 @@ struct ForwardBlock {
 #pragma unroll
         for (int h = 0; h < LtPlace::kRows; ++h) {
             pick_target(c[0], h, first_column);
+            if constexpr (Problem::top_k > 0) {
+                if (place.row(0, h) < p.rows) top[h].add(c[0], h, first_column + place.column(0, 0), end_of_classes());
+            }
             add_row(c[0], h, stored, first_column + place.column(0, 0));
             if constexpr (Problem::label_smoothing) sums[h].weighted_sum += weighted[0][h];
-            if (stored && place.row(0, h) < p.rows) store_row(c[0], h, first_column);
+            if constexpr (Problem::retain) {
+                if (stored && place.row(0, h) < p.rows) store_row(c[0], h, first_column);
+            }
         }
     }
+
+    __device__ __forceinline__ int end_of_classes() const { return Problem::shard ? p.targets.columns : Problem::vocab_size; }
 
     /// Exactly one thread of all blocks holds a row's target logit.
     __device__ __forceinline__ void pick_target(const float (&c)[LtPlace::kColumnPieces][4], int h, int first_column) {
@@ -125,6 +134,7 @@ struct ForwardBlock {
                 if (p.retained_columns > 0) Rows::to_largest(sums[h], references[h]);
             }
             const RowSums all = merge_lanes<Problem>(sums[h]);
+            if (row < p.rows) top[h].store(p, row);
             if (LtPlace::lane() != 0 || row >= p.rows) continue;
             float* const at = p.partials + split * Fields::kCount * p.partial_rows + row;
             Fields::store(at, p.partial_rows, p.first != 0 ? all : merge(Fields::load(at, p.partial_rows), all));

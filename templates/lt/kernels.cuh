@@ -11,3 +11,4 @@
 #include "flce/lt/finish.cuh"
 #include "flce/lt/forward.cuh"
 #include "flce/lt/stale_rows.cuh"
+#include "flce/lt/top_lists.cuh"

@@ -25,6 +25,8 @@ struct LtForwardParams : ForwardParams {
     int first_column;         ///< first column of the stretch in the vocabulary, a multiple of kLtTileColumns
     int columns;              ///< columns of the stretch
     int first;                ///< first stretch: nothing has been added to the rows' partial sums
+    void* top_keys;           ///< with a top_k: [splits][partial_rows] lists of ClassKey, and their states
+    TopState* top_states;
 };
 
 /// Sums as LtForwardParams has them; dlogits are of the same rows and columns. `bias_partials`: [⌈rows / kLtBlockRows⌉][ld].

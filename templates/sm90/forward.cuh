@@ -7,6 +7,7 @@
 
 #include "flce/sm90/forward_walk.cuh"
 #include "flce/sm90/logit_form.cuh"
+#include "flce/sm90/top_lists.cuh"
 
 namespace flce {
 
@@ -56,7 +57,10 @@ struct ForwardSm90 {
     __device__ __forceinline__ Sums sums() const { return {launch, mainloop.place, stash}; }
 
     __device__ __forceinline__ void run() {
-        if (blockIdx.x == 0 && threadIdx.x == 0) p.scalars->splits = launch.share.splits;
+        if (blockIdx.x == 0 && threadIdx.x == 0) {
+            p.scalars->splits = launch.share.splits;
+            if constexpr (Problem::top_k > 0) p.scalars->top_splits = launch.share.lists(Launch::kWriters);
+        }
         if (!launch.has_work()) return mainloop.meet();
         if (launch.goes_again() && !launch.any_stale()) return mainloop.meet();
         if (threadIdx.x == 0) walk().start();  // while it has registers
@@ -166,6 +170,7 @@ struct ForwardSm90 {
         const LogitTile tile{forward_first_column<Problem>(p) + first_column_of(word), launch.first_row(word.row_cluster()), word.part()};
         float weighted[Form::kPieces][2] = {};
         form().make(mainloop.place, tile, c, weighted);
+        if constexpr (Problem::top_k > 0) TopListsSm90<Launch, Form>{launch, mainloop.place}.add(c, tile, word.row_cluster());
 #pragma unroll
         for (int i = 0; i < Form::kPieces; ++i) {
 #pragma unroll

@@ -34,6 +34,9 @@ struct ForwardShare {
         splits = (few || segments ? tiles : up_div(clusters, row_clusters) + 1) * writers;
     }
 
+    /// Lists of a row's classes, of all clusters that share the row.
+    FLCE_HOST_DEVICE int lists(int writers) const { return (up_div(clusters, row_clusters) + 1) * writers; }
+
 private:
     static FLCE_HOST_DEVICE int at_least_one(int count) { return count > 1 ? count : 1; }
     static FLCE_HOST_DEVICE constexpr int up_div(int a, int b) { return (a + b - 1) / b; }

@@ -72,6 +72,7 @@ Spec random_spec(std::mt19937_64& random) {
         return s;
     }
     s.dft = s.outputs.loss && s.outputs.logprobs && s.teacher_top_k == 0 && coin();
+    if (!s.weight_dtype && coin()) s.top_k = static_cast<int>(number(1, std::min<std::int64_t>(256, s.vocab_size)));
     return s;
 }
 
@@ -340,6 +341,8 @@ TEST(SpecHash, EveryField_ChangesIt) {
     specs[specs.size() - 2].teacher_bias = true;
     specs[specs.size() - 3].teacher_logit_scale = 2;
     specs[specs.size() - 4].teacher_softcap = 30;
+    specs.push_back(base);
+    specs.back().top_k = 4;
     specs.insert(specs.end(), 2, base);
     specs[specs.size() - 1].whole_vocab_size = 100;
     specs[specs.size() - 2].grad_hidden_dtype = DType::fp32;

@@ -65,6 +65,7 @@ protected:
     RecordingKernel teacher_{parse_spec("D=16,V=50,dtype=bf16,teacher_top_k=3,outputs=loss"), describe_device("x86-64-v3")};
     RecordingKernel heads_{parse_spec("D=16,V=50,dtype=bf16,bias,teacher_hidden_size=24,teacher_bias,outputs=loss"),
                            describe_device("x86-64-v3")};
+    RecordingKernel top_{parse_spec("D=16,V=50,dtype=bf16,top_k=3,outputs=loss"), describe_device("x86-64-v3")};
     RecordingKernel plain_{parse_spec("D=16,V=50,dtype=bf16,outputs=loss"), describe_device("x86-64-v3")};
 
     /// Calls `check` with each tensor of the pass, its field and arguments that are right.
@@ -83,7 +84,7 @@ using Passes = testing::Types<ForwardArgs, BackwardArgs>;
 TYPED_TEST_SUITE(CallTable, Passes);
 
 TYPED_TEST(CallTable, EveryTensor_InTheSlotOfItsNumber) {
-    for (RecordingKernel* kernel : {&this->kernel_, &this->teacher_, &this->heads_}) {
+    for (RecordingKernel* kernel : {&this->kernel_, &this->teacher_, &this->heads_, &this->top_}) {
         const auto args = all_given<TypeParam>(kernel->spec());
         run(*kernel, args);
         for (std::size_t i = 0; i < kCallTensorCount; ++i) {
@@ -96,7 +97,7 @@ TYPED_TEST(CallTable, EveryTensor_InTheSlotOfItsNumber) {
 }
 
 TYPED_TEST(CallTable, TensorThatIsWrong_RefusedByItsName) {
-    for (RecordingKernel* kernel : {&this->kernel_, &this->teacher_, &this->heads_}) {
+    for (RecordingKernel* kernel : {&this->kernel_, &this->teacher_, &this->heads_, &this->top_}) {
         this->for_each(*kernel, [&](const CallTensor& tensor, TensorView& view, const TypeParam& args) {
             const TensorView right = view;
             const std::string name = tensor.name;
@@ -121,7 +122,7 @@ TYPED_TEST(CallTable, TensorThatIsWrong_RefusedByItsName) {
 }
 
 TYPED_TEST(CallTable, TensorThatIsMissing_RefusedWhereItIsRequired) {
-    for (RecordingKernel* kernel : {&this->kernel_, &this->teacher_, &this->heads_}) {
+    for (RecordingKernel* kernel : {&this->kernel_, &this->teacher_, &this->heads_, &this->top_}) {
         this->for_each(*kernel, [&](const CallTensor& tensor, TensorView& view, const TypeParam& args) {
             view = {};
             const Use use = use_of(tensor, args, this->plain_.spec());
@@ -150,7 +151,7 @@ TYPED_TEST(CallTable, WeightedMeanWithoutWeights_Refused) {
 }
 
 TYPED_TEST(CallTable, WrittenTensorOverAnother_Refused) {
-    for (RecordingKernel* kernel : {&this->kernel_, &this->teacher_, &this->heads_}) {
+    for (RecordingKernel* kernel : {&this->kernel_, &this->teacher_, &this->heads_, &this->top_}) {
         this->for_each(*kernel, [&](const CallTensor& tensor, TensorView& view, const TypeParam& args) {
             const Use use = use_of(tensor, args, this->plain_.spec());
             if (use != Use::write && use != Use::may_write) return;

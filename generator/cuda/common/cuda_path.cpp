@@ -15,7 +15,8 @@ bool CudaPath::is_own_of(const Device& device) const {
 }
 
 bool CudaPath::is_preferred(const Spec& spec, const Device& device) const {
-    if (has_teacher_head(spec)) return calls_library;  // no other path has both heads' logits at once
+    if (has_teacher_head(spec)) return calls_library;
+    if (spec.top_k > 0 && calls_library) return true;
     return is_own_of(device) && spec.hidden_size >= least_hidden_size;
 }
 
@@ -65,6 +66,8 @@ double tile_efficiency(std::span<const TileCandidate> table, GemmRole role, cons
     return 0.9 * reuse / (reuse + 8.0);
 }
 
+bool takes_library(const Spec& spec) { return has_teacher_head(spec) || spec.top_k > 0; }
+
 Reason teacher_head_problem(const Spec& spec, std::string_view path) {
     if (!has_teacher_head(spec)) return std::nullopt;
     return fmt::format("teacher_hidden_size={}: {} has one head's logits at a time; a divergence runs on cuda_lt and on CPUs",
@@ -72,6 +75,7 @@ Reason teacher_head_problem(const Spec& spec, std::string_view path) {
 }
 
 Reason retain_problem(const Spec& spec) {
+    if (spec.top_k > 0) return std::string("retain: exponentials take the place of the logits that a top_k looks at");
     if (spec.batch_invariant)
         return std::string("retain: how much is retained depends on the number of tokens, and batch_invariant asks for the same bits");
     if (rounds_weight(spec)) return std::string("retain: references are single rows of the weight, which is rounded a stretch at a time");

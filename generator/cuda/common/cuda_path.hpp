@@ -124,6 +124,8 @@ struct CudaPath {
 /// suggests.
 [[nodiscard]] double tile_efficiency(std::span<const TileCandidate> table, GemmRole role, const GemmTile& tile, TileWarps warps);
 
+/// Whether a layer may be left to whole products by a library: where both heads' are needed at once, or lists of classes are kept.
+[[nodiscard]] bool takes_library(const Spec& spec);
 /// Why a path that has the logits of one head at a time cannot run `spec`. `path`: its name.
 [[nodiscard]] Reason teacher_head_problem(const Spec& spec, std::string_view path);
 /// Why no path can retain exponentials of `spec`.

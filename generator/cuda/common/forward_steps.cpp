@@ -5,6 +5,8 @@
 #include <utility>
 
 #include "generator/cuda/common/prepare.hpp"
+#include "generator/shard_layout.hpp"
+#include "templates/common/divergence_math.cuh"
 
 namespace flce {
 namespace {
@@ -121,6 +123,8 @@ void set_outputs(LaunchBuilder<Params>& launch, const Spec& spec, const LaunchRo
         .set(&Params::entropy, advanced(slot(Slot::entropy), rows.base, 4))
         .set(&Params::log_sum_sq_probs, advanced(slot(Slot::log_sum_sq_probs), rows.base, 4))
         .set(&Params::top1, advanced(slot(Slot::top1), rows.base, 8))
+        .set(&Params::top_logprobs, advanced(slot(Slot::top_logprobs), rows.base, 4 * spec.top_k))
+        .set(&Params::top_ids, advanced(slot(Slot::top_ids), rows.base, 8 * spec.top_k))
         .set(&Params::loss_partials, select(each || one_block(), 0, loss_partials))
         .set(&Params::scalar_loss, select(scalar_here, slot(Slot::loss), 0))
         .set(&Params::scalar_z_loss, select(scalar_here, slot(Slot::z_loss), 0))
@@ -190,20 +194,82 @@ Statement row_outputs_launch(const ForwardPass& pass, const RetainedRowsAt& reta
     return launch.build();
 }
 
-Statement divergence_outputs_launch(const ForwardPass& pass, bool mixture, bool last) {
-    using Params = DivergenceOutputsParams;
+std::vector<Statement> top_classes_steps(const ForwardPass& pass, const Expr& keys, const Expr& states) {
+    using Params = TopClassesParams;
+    const Spec& spec = pass.spec;
+    if (spec.top_k == 0) return {};
     const LaunchRows& rows = pass.rows;
-    LaunchBuilder<Params> launch(pass.source.kernel(KernelRole::divergence_outputs), ceil_div(rows.count, kOutputRows));
-    set_outputs(launch, pass.spec, rows, pass.layout.loss_partials, all_classes(pass.spec));
-    launch.set(&Params::partials, workspace_at(pass.layout.partials))
+    LaunchBuilder<Params> launch(pass.source.kernel(KernelRole::top_classes), rows.count);
+    launch.set(&Params::keys, workspace_at(keys))
+        .set(&Params::states, workspace_at(states))
+        .set(&Params::partials, workspace_at(pass.layout.partials))
+        .set(&Params::scalars, scalars_at())
+        .set_targets(&Params::targets, spec, rows.base)
+        .set_list(&Params::list, pass.list, rows.first)
+        .set(&Params::temperature, temperatures_at(rows))
+        .set(&Params::logprobs, advanced(slot(Slot::top_logprobs), rows.base, 4 * spec.top_k))
+        .set(&Params::ids, advanced(slot(Slot::top_ids), rows.base, 8 * spec.top_k))
+        .set(&Params::shard_sums, advanced(slot(Slot::partial_sums), rows.base, 4))
+        .set(&Params::ld, slot(Slot::num_tokens))
         .set(&Params::partial_rows, pass.layout.partial_rows)
+        .set(&Params::rows, rows.count)
         .set(&Params::splits, pass.splits)
+        .set(&Params::first_field, shard_fields(spec).top_logits);
+    return {launch.build()};
+}
+
+namespace {
+
+/// Where sums of a divergence lie: parts of a launch's rows, or of all shards.
+struct DivergenceParts {
+    Expr partials;
+    Expr count;
+    Expr stride;  ///< numbers from one part to the next
+    Expr rows;    ///< and from one field to the next
+};
+
+Statement divergence_outputs_launch(const Spec& spec, const CudaSource& source, const LaunchRows& rows, const Expr& loss_partials,
+                                    const DivergenceParts& parts, bool mixture) {
+    using Params = DivergenceOutputsParams;
+    const bool last = mixture || divergence_form(spec.divergence_beta) != kMixture;
+    LaunchBuilder<Params> launch(source.kernel(KernelRole::divergence_outputs), ceil_div(rows.count, kOutputRows));
+    set_outputs(launch, spec, rows, loss_partials, all_classes(spec));
+    launch.set(&Params::partials, parts.partials)
+        .set(&Params::split_stride, parts.stride)
+        .set(&Params::partial_rows, parts.rows)
+        .set(&Params::splits, parts.count)
         .set(&Params::mixture, mixture ? 1 : 0)
         .set(&Params::last, last ? 1 : 0)
         .set(&Params::teacher_lse, slot(Slot::teacher_lse) + rows.base * 4)
         .set(&Params::teacher_entropy, advanced(slot(Slot::teacher_entropy), rows.base, 4))
         .set(&Params::student_divergence, slot(Slot::student_divergence) + rows.base * 4);
     return launch.build();
+}
+
+Statement divergence_shard_sums_launch(const ForwardPass& pass, bool mixture) {
+    using Params = DivergenceShardSumsParams;
+    const LaunchRows& rows = pass.rows;
+    LaunchBuilder<Params> launch(pass.source.kernel(KernelRole::divergence_shard_sums), ceil_div(rows.count, kOutputRows));
+    launch.set(&Params::partials, workspace_at(pass.layout.partials))
+        .set_targets(&Params::targets, pass.spec, rows.base)
+        .set(&Params::temperature, temperatures_at(rows))
+        .set(&Params::sums, slot(Slot::partial_sums) + rows.base * 4)
+        .set(&Params::ld, slot(Slot::num_tokens))
+        .set(&Params::partial_rows, pass.layout.partial_rows)
+        .set(&Params::rows, rows.count)
+        .set(&Params::splits, pass.splits)
+        .set(&Params::mixture, mixture ? 1 : 0);
+    return launch.build();
+}
+
+}  // namespace
+
+Statement divergence_outputs_launch(const ForwardPass& pass, bool mixture) {
+    if (is_shard(pass.spec)) return divergence_shard_sums_launch(pass, mixture);
+    const std::int64_t fields = (mixture ? sizeof(MixtureTerm) : sizeof(DivergenceSums)) / sizeof(float);
+    const Expr& rows = pass.layout.partial_rows;
+    return divergence_outputs_launch(pass.spec, pass.source, pass.rows, pass.layout.loss_partials,
+                                     {workspace_at(pass.layout.partials), pass.splits, rows * fields, rows}, mixture);
 }
 
 std::vector<Statement> with_columns(const Spec& spec, std::vector<Statement> steps) {
@@ -217,7 +283,7 @@ std::vector<Statement> for_all_rows(const ForwardPass& pass, std::vector<Stateme
     return body;
 }
 
-std::vector<Statement> outputs_of_gemm(const ForwardPass& pass, std::vector<Statement> gemm) {
+std::vector<Statement> outputs_of_gemm(const ForwardPass& pass, std::vector<Statement> gemm, std::vector<Statement> then) {
     std::vector<Statement> body;
     std::vector<Statement> steps;
     if (rounds_weight(pass.spec)) {
@@ -231,32 +297,57 @@ std::vector<Statement> outputs_of_gemm(const ForwardPass& pass, std::vector<Stat
     }
     std::ranges::move(teacher_logits_steps(pass), std::back_inserter(steps));
     steps.push_back(row_outputs_launch(pass, {}));
+    std::ranges::move(then, std::back_inserter(steps));
     std::ranges::move(for_all_rows(pass, std::move(steps)), std::back_inserter(body));
     return body;
 }
 
 namespace {
 
-/// Outputs from all shards' sums; empty where the spec is not a shard's. The workspace has parts of the loss alone.
-LaunchProgram merge_program(const Spec& spec, const CudaSource& source) {
+constexpr std::int64_t kMostMergeRows = std::int64_t{1} << 30;  // rows of a launch
+
+LaunchRows merge_rows() {
+    const Expr first = variable(kRowsLoop) * kMostMergeRows;
+    return {first, min(slot(Slot::num_tokens) - first, kMostMergeRows), first};
+}
+
+/// Outputs of a launch's rows from all shards' sums.
+std::vector<Statement> merge_steps(const Spec& spec, const CudaSource& source) {
     using Params = MergeShardsParams;
-    if (!is_shard(spec)) return {};
-    constexpr std::int64_t kMostRows = std::int64_t{1} << 30;  // rows of a launch
-    const Expr first = variable(kRowsLoop) * kMostRows;
-    const LaunchRows rows{first, min(slot(Slot::num_tokens) - first, kMostRows), first};
+    const LaunchRows rows = merge_rows();
     const ShardFields fields = shard_fields(spec);
+    const Expr sums = slot(Slot::all_partial_sums) + rows.base * 4;
+    const Expr stride = slot(Slot::num_tokens) * fields.count;
+    if (has_teacher_head(spec)) {
+        const DivergenceParts parts{sums, slot(Slot::num_shards), stride, slot(Slot::num_tokens)};
+        const Expr mixture = equal(slot(Slot::walk), static_cast<std::int64_t>(WalkCode::mixture));
+        std::vector<Statement> steps = {{If{!mixture, {divergence_outputs_launch(spec, source, rows, 0, parts, false)}}}};
+        if (divergence_form(spec.divergence_beta) == kMixture) {
+            steps.push_back({If{mixture, {divergence_outputs_launch(spec, source, rows, 0, parts, true)}}});
+        }
+        return steps;
+    }
     LaunchBuilder<Params> launch(source.kernel(KernelRole::merge_shards), ceil_div(rows.count, kOutputRows));
     set_outputs(launch, spec, rows, 0, all_classes(spec));
-    launch.set(&Params::sums, slot(Slot::all_partial_sums) + rows.base * 4)
+    launch.set(&Params::sums, sums)
         .set(&Params::target_class_weight, advanced(slot(Slot::target_class_weight), rows.base, 4))
         .set(&Params::class_weight_total, slot(Slot::class_weight_total))
         .set(&Params::ld, slot(Slot::num_tokens))
-        .set(&Params::stride, slot(Slot::num_tokens) * fields.count)
-        .set(&Params::shards, slot(Slot::num_shards));
+        .set(&Params::stride, stride)
+        .set(&Params::shards, slot(Slot::num_shards))
+        .set(&Params::top_field, fields.top_logits);
+    return {launch.build()};
+}
+
+/// Outputs from all shards' sums; empty where the spec is not a shard's. The workspace has parts of the loss alone.
+LaunchProgram merge_program(const Spec& spec, const CudaSource& source) {
+    if (!is_shard(spec)) return {};
     LaunchProgram program{.body = {}, .variable_count = kRowsLoop + 1};
-    program.body.push_back({Loop{kRowsLoop, ceil_div(slot(Slot::num_tokens), kMostRows), {launch.build()}}});
-    program.body.push_back(reduce_loss_launch(source, 0));
-    if (fields.class_weight_total >= 0) {  // a row of merge writes it, but there may be no row
+    program.body.push_back({Loop{kRowsLoop, ceil_div(slot(Slot::num_tokens), kMostMergeRows), merge_steps(spec, source)}});
+    const bool twice = has_teacher_head(spec) && divergence_form(spec.divergence_beta) == kMixture;
+    const Expr has_loss = twice ? equal(slot(Slot::walk), static_cast<std::int64_t>(WalkCode::mixture)) : Expr(1);
+    program.body.push_back({If{has_loss, {reduce_loss_launch(source, 0)}}});
+    if (shard_fields(spec).class_weight_total >= 0) {  // a row of merge writes it, but there may be no row
         program.body.push_back({If{equal(slot(Slot::num_tokens), 0), {Statement{MemsetZero{slot(Slot::class_weight_total), 4}}}}});
     }
     return program;

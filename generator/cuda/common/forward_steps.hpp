@@ -77,9 +77,12 @@ struct RetainedRowsAt {
 /// A shard's sums, or outputs where there are no shards.
 [[nodiscard]] Statement row_outputs_launch(const ForwardPass& pass, const RetainedRowsAt& retained);
 
-/// Outputs of a divergence from partial sums of both heads. `mixture`: from the sums of the walk that knows both normalizers; `last`: with
-/// the loss.
-[[nodiscard]] Statement divergence_outputs_launch(const ForwardPass& pass, bool mixture, bool last);
+/// Outputs, or a shard's sums, of the lists of classes that forward has collected at these places of the workspace; none without a top_k.
+[[nodiscard]] std::vector<Statement> top_classes_steps(const ForwardPass& pass, const Expr& keys, const Expr& states);
+
+/// A shard's sums of a divergence, or outputs where there are no shards, from partial sums of both heads. `mixture`: from those of the walk
+/// that knows both normalizers.
+[[nodiscard]] Statement divergence_outputs_launch(const ForwardPass& pass, bool mixture);
 
 /// `steps`, which need a class, where the call has one.
 [[nodiscard]] std::vector<Statement> with_columns(const Spec& spec, std::vector<Statement> steps);
@@ -88,7 +91,9 @@ struct RetainedRowsAt {
 [[nodiscard]] std::vector<Statement> for_all_rows(const ForwardPass& pass, std::vector<Statement> steps);
 /// All of a pass whose `gemm` retains nothing, but what comes before it. A weight that is rounded is so a stretch of the vocabulary at a
 /// time: each is computed for all tokens, and merged with the stretches before it.
-[[nodiscard]] std::vector<Statement> outputs_of_gemm(const ForwardPass& pass, std::vector<Statement> gemm);
+/// `then`: steps of a launch's rows behind their outputs.
+[[nodiscard]] std::vector<Statement> outputs_of_gemm(const ForwardPass& pass, std::vector<Statement> gemm,
+                                                     std::vector<Statement> then = {});
 
 /// A program of these kernels with merge alone: outputs from all shards' sums, where the spec is a shard's.
 [[nodiscard]] CudaProgram program_of(const Spec& spec, const CudaSource& source);

@@ -13,6 +13,7 @@ namespace flce {
 #define FLCE_KERNEL_ROLES(X)                                                                              \
     /* Forward. */                                                                                        \
     X(forward) X(forward_few /* with few tokens */) X(references) X(teacher_logits) X(merge_stretch)      \
+    X(top_classes)                                                                                        \
     X(row_outputs) X(shard_sums /* for row_outputs where the vocabulary lies on several ranks */)         \
     /* Merge, which has merge_shards in the place of row_outputs. */                                      \
     X(merge_shards) X(reduce_loss)                                                                        \
@@ -22,6 +23,7 @@ namespace flce {
     X(teacher_dlogits) X(teacher_bias) X(grad_bias) X(scatter_rows) X(make_room) X(zero_columns)          \
     /* A divergence from a teacher's head. */                                                             \
     X(divergence_sums) X(divergence_mixture) X(divergence_outputs) X(divergence_retained)                 \
+    X(divergence_shard_sums)                                                                              \
     /* Around the products of a library. */                                                               \
     X(stale_sums) X(stale_rows) X(scaled_hidden) X(finish_hidden) X(finish_weight)                                      \
     /* Both passes. */                                                                                    \

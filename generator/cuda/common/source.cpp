@@ -73,6 +73,7 @@ std::string problem_struct(const Spec& spec, const Plan& plan, const KernelFamil
     if (family.retained_columns != kRetainedColumns)
         text += fmt::format("    enum : int {{ retained_columns = {} }};\n", family.retained_columns);
     if (spec.outputs.top1) text += "    enum : bool { top1 = true };\n";
+    if (spec.top_k > 0) text += fmt::format("    enum : int {{ top_k = {} }};\n", spec.top_k);
     if (spec.outputs.log_sum_sq_probs) text += "    enum : bool { square_sum = true };\n";
     if (spec.temperature) text += "    enum : bool { temperature = true };\n";
     if (has_teacher_head(spec)) {
@@ -136,11 +137,12 @@ void KernelWriter::gemm(const GemmKernel& kernel) {
 }
 
 void KernelWriter::row_kernels() {
-    if (is_shard(spec_)) {
+    if (has_teacher_head(spec_)) {
+        rows(KernelRole::divergence_outputs, "DivergenceOutputsParams", kOutputThreads);
+        if (is_shard(spec_)) rows(KernelRole::divergence_shard_sums, "DivergenceShardSumsParams", kOutputThreads);
+    } else if (is_shard(spec_)) {
         rows(KernelRole::shard_sums, "ShardSumsParams", kOutputThreads, Waits::before_it_calls);
         rows(KernelRole::merge_shards, "MergeShardsParams", kOutputThreads, Waits::before_it_calls);
-    } else if (has_teacher_head(spec_)) {
-        rows(KernelRole::divergence_outputs, "DivergenceOutputsParams", kOutputThreads);
     } else {
         rows(KernelRole::row_outputs, "RowOutputsParams", kOutputThreads, Waits::before, "row_outputs_kernel");
     }

@@ -82,6 +82,9 @@ inline constexpr std::int64_t kForwardPartialBytes = 768 << 10;
 /// Columns of the vocabulary that a launch of forward computes: all, or a stretch of whole `quantum`s whose weight is rounded before.
 [[nodiscard]] std::int64_t forward_stretch(const Spec& spec, const Plan& plan, std::int64_t quantum);
 
+/// Keys of a list of a row's classes: TopListSize.
+[[nodiscard]] constexpr std::int64_t top_list_keys(int top_k) { return top_k <= 64 ? 128 : top_k <= 128 ? 256 : 512; }
+
 // Backward.
 
 /// Backward walks the vocabulary in chunks. All tokens take part in a chunk at once unless their number makes chunks narrower

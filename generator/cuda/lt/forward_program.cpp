@@ -42,6 +42,9 @@ Statement pieces_step(const ForwardPass& pass, const ForwardLayoutLt& layout, co
         .set(&Params::first_column, pass.columns.first + piece.first)
         .set(&Params::columns, piece.count)
         .set(&Params::first, equal(variable(kPieceLoop), 0));
+    if (pass.spec.top_k > 0) {
+        launch.set(&Params::top_keys, workspace_at(layout.top_keys)).set(&Params::top_states, workspace_at(layout.top_states));
+    }
     if (retained != nullptr) {
         const Expr row = pass.rows.first * (std::int64_t{kLtRetainedColumns} * static_cast<std::int64_t>(element_bytes(pass.spec.dtype)));
         launch.set(&Params::exponentials, retained_at(retained->layout.exponentials) + row)
@@ -107,12 +110,16 @@ LaunchProgram divergence_program(const Spec& spec, const Device& device, const P
                                  const ForwardLayoutLt& layout) {
     ForwardPass pass(spec, plan, source, layout);
     pass.splits = forward_splits(device, plan, pass.rows.count);
-    const bool mixture = divergence_form(spec.divergence_beta) == kMixture;
-    std::vector<Statement> steps = {heads_step(pass, layout, KernelRole::divergence_sums),
-                                    divergence_outputs_launch(pass, false, !mixture)};
-    if (mixture) {
-        steps.push_back(heads_step(pass, layout, KernelRole::divergence_mixture));
-        steps.push_back(divergence_outputs_launch(pass, true, true));
+    const auto walk = [&](KernelRole kernel, bool mixture) {
+        std::vector<Statement> steps = with_columns(spec, {heads_step(pass, layout, kernel)});
+        steps.push_back(divergence_outputs_launch(pass, mixture));
+        if (!is_shard(spec)) return steps;
+        const Expr asked = equal(slot(Slot::walk), static_cast<std::int64_t>(mixture ? WalkCode::mixture : WalkCode::sums));
+        return std::vector<Statement>{{If{asked, std::move(steps)}}};
+    };
+    std::vector<Statement> steps = walk(KernelRole::divergence_sums, false);
+    if (divergence_form(spec.divergence_beta) == kMixture) {
+        std::ranges::move(walk(KernelRole::divergence_mixture, true), std::back_inserter(steps));
     }
     return {.body = for_all_rows(pass, std::move(steps)), .variable_count = kPieceLoop + 1};
 }
@@ -135,7 +142,9 @@ LaunchProgram forward_program(const Spec& spec, const Device& device, const Plan
         };
         std::ranges::move(for_all_rows(pass, retaining_steps(pass, retained, 0, gemm)), std::back_inserter(body));
     } else {
-        std::ranges::move(outputs_of_gemm(pass, {pieces_step(pass, layout, nullptr)}), std::back_inserter(body));
+        std::ranges::move(
+            outputs_of_gemm(pass, {pieces_step(pass, layout, nullptr)}, top_classes_steps(pass, layout.top_keys, layout.top_states)),
+            std::back_inserter(body));
     }
     return {.body = std::move(body), .variable_count = kPieceLoop + 1};
 }

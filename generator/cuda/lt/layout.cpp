@@ -12,19 +12,38 @@ std::int64_t most_sums_bytes(const GemmTile& tile) { return std::int64_t{4} * ti
 
 Expr sums_bytes(const GemmTile& tile) { return min(slot(Slot::num_tokens), tile.block_m) * (std::int64_t{4} * tile.block_n); }
 
+std::int64_t most_splits(const Plan& plan) { return std::min<std::int64_t>(plan.cuda.forward.block_n / kLtTileColumns, kMostLtSplits); }
+
 std::int64_t heads(const Spec& spec) { return has_teacher_head(spec) ? 2 : 1; }
 
 std::int64_t own_bytes(const Spec& spec, const GemmTile& tile) {
     return heads(spec) * (most_sums_bytes(tile) + kWorkspaceAlignment) + kGemmWorkspaceBytes;
 }
 
-/// The plan without the scratch of forward's products.
-Plan beside_products(const Spec& spec, Plan plan) {
-    plan.scratch_bytes -= own_bytes(spec, plan.cuda.forward);
-    return plan;
+/// Most lists of classes of a launch over `rows`: rows have several parts only where they are few (forward_splits).
+template <class Number>
+Number most_top_lists(const Number& rows, std::int64_t splits) {
+    using std::max;
+    using std::min;
+    constexpr std::int64_t kOfFewRows = 16384;
+    return max(rows, min(rows * splits, Number(kOfFewRows)));
 }
 
-std::int64_t most_splits(const Plan& plan) { return plan.cuda.forward.block_n / kLtTileColumns; }
+std::int64_t top_bytes_of_list(const Spec& spec) {
+    return spec.top_k == 0 ? 0 : top_list_keys(spec.top_k) * 8 + static_cast<std::int64_t>(sizeof(TopState));
+}
+
+/// Scratch of forward's own places, whatever the number of tokens.
+std::int64_t forward_bytes(const Spec& spec, const Plan& plan) {
+    const std::int64_t lists = most_top_lists<std::int64_t>(plan.cuda.forward.block_m, most_splits(plan));
+    return own_bytes(spec, plan.cuda.forward) + lists * top_bytes_of_list(spec) + 2 * kWorkspaceAlignment;
+}
+
+/// The plan without the scratch of forward's products.
+Plan beside_products(const Spec& spec, Plan plan) {
+    plan.scratch_bytes -= forward_bytes(spec, plan);
+    return plan;
+}
 
 BackwardSizes sizes_of(const Spec& spec, const Plan& plan) {
     return backward_sizes(spec, plan, {.bias_rows = kLtBlockRows, .own_bytes = own_bytes(spec, plan.cuda.dlogits)});
@@ -45,7 +64,7 @@ RetainedHeads retained_heads(const Spec& spec, const Plan& plan) {
     const Expr block = round_up(max(n, 1) * std::int64_t{2 * (2 * kLtTileColumns + 4)}, kWorkspaceAlignment);
     const std::int64_t blocks = (spec.vocab_size + kLtTileColumns - 1) / kLtTileColumns;
     const Expr columns = min(floor_div(slot(Slot::retained_bytes), block), blocks) * std::int64_t{kLtTileColumns};
-    return {min(columns, spec.vocab_size), block, select(less(0, n), block * blocks, 0)};
+    return {min(columns, vocab_columns(spec)), block, select(less(0, n), block * blocks, 0)};
 }
 
 ForwardLayoutLt forward_layout(const Spec& spec, const Plan& plan) {
@@ -58,6 +77,11 @@ ForwardLayoutLt forward_layout(const Spec& spec, const Plan& plan) {
     f.sums = pieces.take(sums_bytes(tile));
     if (has_teacher_head(spec)) f.teacher_sums = pieces.take(sums_bytes(tile));
     f.gemm_workspace = pieces.take(kGemmWorkspaceBytes);
+    if (spec.top_k > 0) {
+        const Expr lists = most_top_lists<Expr>(round_up(most, 32), most_splits(plan));
+        f.top_keys = pieces.take(lists * (8 * top_list_keys(spec.top_k)));
+        f.top_states = pieces.take(lists * static_cast<std::int64_t>(sizeof(TopState)));
+    }
     f.total = pieces.end();
     return f;
 }
@@ -91,7 +115,7 @@ BackwardLayoutLt backward_layout(const Spec& spec, const Plan& plan) {
 std::int64_t least_scratch_bytes(const Spec& spec, const Plan& plan) {
     const std::int64_t of_launch = std::int64_t{plan.cuda.forward.block_m} * 4 * (partial_fields(spec) * most_splits(plan) + 1);
     const std::int64_t rounded = rounds_weight(spec) ? 2 * plan.cuda.forward.block_n * spec.hidden_size * std::int64_t{2} : 0;
-    const std::int64_t forward = own_bytes(spec, plan.cuda.forward) + of_launch + rounded + (64 << 10);
+    const std::int64_t forward = forward_bytes(spec, plan) + of_launch + rounded + (64 << 10);
     return std::max(forward, sizes_of(spec, plan).least);
 }
 

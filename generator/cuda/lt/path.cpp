@@ -23,18 +23,18 @@ Reason problem(const Spec& spec, const Device& device, Strategy strategy) {
         return fmt::format("batch_invariant: {}'s products depend on the number of tokens; it needs the CPU, or a Hopper GPU and bf16",
                            kName);
     }
-    if (spec.dtype == DType::fp32) {
-        return fmt::format("dtype=fp32: {} multiplies 16-bit operands; fp32 runs on {}", kName,
-                           has_teacher_head(spec) ? "CPUs" : "cuda_sm80");
+    if (spec.dtype == DType::fp32 && !takes_library(spec)) {
+        return fmt::format("dtype=fp32: {} multiplies 16-bit operands; fp32 runs on cuda_sm80", kName);
     }
-    // The library's quick kernels read 16 bytes. A teacher's weight has no padding.
-    for (const std::int64_t row : {spec.padded_vocab_size, has_teacher_head(spec) ? spec.vocab_size : 0}) {
+    // The library's quick kernels read 16 bytes. A teacher's weight has no padding, but in a shard.
+    for (const std::int64_t row : {spec.padded_vocab_size, has_teacher_head(spec) ? teacher_head(spec).padded_vocab_size : 0}) {
         if (spec.layout != WeightLayout::hidden_major || row % 8 == 0) continue;
         return fmt::format("layout=hidden_major with rows of {}: {} needs rows of a multiple of 8; others run on cuda_sm80", row, kName);
     }
     if (auto reason = oldest_gpu_problem(device)) return reason;
     if (strategy != Strategy::retain) return std::nullopt;
-    if (has_teacher_head(spec)) return std::nullopt;
+    if (has_teacher_head(spec) && spec.dtype != DType::fp32) return std::nullopt;
+    if (has_teacher_head(spec)) return std::string("retain: both heads' logits are retained in fp16, which has not fp32's digits");
     if (spec.label_smoothing > 0) {
         return fmt::format("retain: gradients of exponentials lack label smoothing's terms, which {}'s products cannot subtract", kName);
     }
@@ -74,6 +74,7 @@ CudaSource source(const Spec& spec, const Device& device, const Plan& plan) {
     } else {
         of_sums(KernelRole::forward, "LtForwardParams", "ForwardBlock", 2);
     }
+    if (spec.top_k > 0) writer.rows(KernelRole::top_classes, "TopClassesParams");
     writer.row_kernels();
     if (has_teacher_head(spec)) {
         of_heads(KernelRole::dlogits, "LtDivergenceDlogitsParams", "DivergenceDlogits", "divergence_dlogits");

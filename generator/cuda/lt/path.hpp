@@ -44,6 +44,8 @@ struct ForwardLayoutLt : ForwardLayout {
     Expr sums{0};
     Expr teacher_sums{0};  ///< where the spec has a teacher's head
     Expr gemm_workspace{0};
+    Expr top_keys{0};  ///< lists of classes and their states, where the spec has a top_k
+    Expr top_states{0};
 };
 struct BackwardLayoutLt : BackwardLayout {
     RetainedLayout retained;  ///< retained memory that backward reads

@@ -58,7 +58,9 @@ LaunchBuilder<ForwardSm90Params> gemm_launch(const ForwardPassSm90& pass, const 
         .set_map(&Params::hidden_map, {hidden_row_at(spec, rows.base), spec.hidden_size, hidden_rows, spec.hidden_size}, hidden_box)
         .set_map(&Params::weight_map, operand_matrix(spec, weight_at(pass), pass.columns.count), weight_box)
         .set(&Params::scalars, scalars_at())
-        .set(&Params::shares, few ? Expr(0) : select(prepares_forward(spec), workspace_at(layout.counters), 0))
+        .set(&Params::shares, few || spec.top_k > 0 ? Expr(0) : select(prepares_forward(spec), workspace_at(layout.counters), 0))
+        .set(&Params::top_keys, spec.top_k > 0 ? workspace_at(layout.top_keys) : Expr(0))
+        .set(&Params::top_states, spec.top_k > 0 ? workspace_at(layout.top_states) : Expr(0))
         .set_list(&Params::list, pass.list, rows.first)
         .set(&Params::clusters, kernel.grid.most_clusters)
         .set(&Params::stride, kernel.grid.stride);
@@ -126,8 +128,12 @@ LaunchProgram forward_program(const Spec& spec, const Device& device, const Plan
     const auto gemm = [&](const ForwardKernel& kernel) { return build_gemm<ForwardStretchSm90Params>(pass, gemm_launch(pass, kernel)); };
     std::vector<Statement> body = {{If{prepares_forward(spec), {prepare_launch(spec, source, preparation)}}}};
     body.push_back({If{may_retain ? and_not(layout.compacts, retains) : layout.compacts, {gather_compact_launch(pass)}}});
-    std::ranges::move(may_retain ? for_all_rows(pass, retaining_steps(pass)) : outputs_of_gemm(pass, by_tokens(pass, gemm)),
-                      std::back_inserter(body));
+    const auto steps = [&] {
+        std::vector<Statement> gemms = by_tokens(pass, gemm);
+        if (spec.top_k > 0) gemms.insert(gemms.begin(), {MemsetZero{workspace_at(layout.top_states), layout.top_state_bytes}});
+        return outputs_of_gemm(pass, std::move(gemms), top_classes_steps(pass, layout.top_keys, layout.top_states));
+    };
+    std::ranges::move(may_retain ? for_all_rows(pass, retaining_steps(pass)) : steps(), std::back_inserter(body));
     return {.body = std::move(body), .variable_count = forward_loops(spec)};
 }
 

@@ -16,6 +16,7 @@ namespace {
 
 constexpr std::int64_t kFewestTokensInHalves = 2048;  // fewest tokens for whose halves a chunk has tiles enough
 constexpr std::int64_t kTokensOfGroup = 4096;
+constexpr std::int64_t kBesideLists = 4 << 20;  // bytes of forward's places beside lists of classes
 constexpr std::int64_t kMostTokensApart = 512;  // tokens up to which chunk by chunk is as quick or quicker
 
 /// Bytes for partial sums where every segment of the vocabulary has its own: 4 to 8 KiB a token.
@@ -45,6 +46,11 @@ std::int64_t least_segment_bytes(const Spec& spec, const Plan& plan) {
     return segments * ForwardShare::writers_of(takes_turns(tile)) * rows * partial_fields(spec) * 4;
 }
 
+/// Bytes of a list of classes and its state; 0 without a top_k.
+std::int64_t top_list_bytes(const Spec& spec) {
+    return spec.top_k == 0 ? 0 : top_list_keys(spec.top_k) * 8 + static_cast<std::int64_t>(sizeof(TopState));
+}
+
 /// Clusters divide clusters of rows × the vocabulary evenly, so that up to ⌈clusters / row clusters⌉ + 1 of them share rows. Where
 /// there are fewer tiles than clusters, each tile has its own.
 struct ClusterShare {
@@ -72,6 +78,9 @@ struct ClusterShare {
         const std::int64_t cached = std::max<std::int64_t>(device.gpu.l2_bytes / 3 * 2 / (row_bytes * cluster_rows), 2);
         const std::int64_t with_room = segments ? segment_bytes(spec, plan) / (of_part * tiles) : (most - clusters) / 2;
         row_clusters = std::clamp<std::int64_t>(std::min(with_room, cached), 1, clusters);
+        if (spec.top_k == 0) return;
+        const std::int64_t lists = (plan.scratch_bytes - kBesideLists) / (top_list_bytes(spec) * writers * cluster_rows);
+        row_clusters = std::clamp<std::int64_t>((lists - all_clusters) / 2, 1, row_clusters);
     }
 };
 
@@ -181,6 +190,15 @@ ForwardLayoutSm90 forward_layout(const Spec& spec, const Device& device, const P
     cut.counter_words = static_cast<std::int64_t>(sizeof(ShareTickets)) / 4 + 2 * share.clusters;
     ForwardLayoutSm90 f{place_forward(spec, cut), retained_layout(spec, plan, lends(spec, plan))};
     Pieces pieces(f.total);
+    if (spec.top_k > 0) {
+        const Expr many = (ceil_div(min(n, cut.rows), share.cluster_rows) * 2 + share.clusters) * (share.writers * share.cluster_rows);
+        const FewTokensShare few(spec, device, plan, few_tokens_shape(spec, plan));
+        const Expr lists = select(less(n, kFewTokens + 1), few.partials(n), many);
+        f.top_state_bytes = lists * static_cast<std::int64_t>(sizeof(TopState));
+        f.top_states = pieces.take(f.top_state_bytes);
+        f.top_keys = pieces.take(lists * (8 * top_list_keys(spec.top_k)));
+        f.total = pieces.end();
+    }
     f.compact = pieces.take(n * spec.hidden_size * static_cast<std::int64_t>(element_bytes(spec.dtype)));
     f.compacts = f.listing && less(pieces.end(), slot(Slot::workspace_bytes) + 1);
     return f;
@@ -220,7 +238,16 @@ BackwardLayoutSm90 backward_layout(const Spec& spec, const Device& device, const
 
 std::int64_t least_scratch_bytes(const Spec& spec, const Plan& plan) {
     const BackwardSizes sizes = sizes_of(spec, plan);
-    return spec.batch_invariant ? std::max(sizes.least, sizes.reserve + 4 * least_segment_bytes(spec, plan)) : sizes.least;
+    const std::int64_t least =
+        spec.batch_invariant ? std::max(sizes.least, sizes.reserve + 4 * least_segment_bytes(spec, plan)) : sizes.least;
+    if (spec.top_k == 0) return least;
+    // Lists for a cluster of rows of every cluster and two more, of the largest GPU, or for as many tokens as forward_few has.
+    constexpr std::int64_t kMostClusters = 80;
+    const GemmTile& tile = plan.cuda.forward;
+    const std::int64_t writers = ForwardShare::writers_of(takes_turns(tile));
+    const std::int64_t of_many = (kMostClusters + 2) * writers * kClusterBlocks * tile.block_m;
+    const std::int64_t of_few = 2 * (2 * kMostClusters + 1) * kFewTokens;
+    return std::max(least, kBesideLists + top_list_bytes(spec) * std::max(of_many, of_few));
 }
 
 }  // namespace flce::sm90

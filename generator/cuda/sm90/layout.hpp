@@ -10,6 +10,9 @@ struct ForwardLayoutSm90 : ForwardLayout {
     RetainedLayout retained;
     Expr compact{0};   ///< hidden states of listed tokens, where the caller's workspace goes further than `total`
     Expr compacts{0};  ///< whether the caller's workspace goes further, and tokens are listed
+    Expr top_keys{0};  ///< lists of classes and their states, where the spec has a top_k
+    Expr top_states{0};
+    Expr top_state_bytes{0};
 };
 [[nodiscard]] ForwardLayoutSm90 forward_layout(const Spec& spec, const Device& device, const Plan& plan);
 

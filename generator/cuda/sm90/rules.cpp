@@ -101,6 +101,10 @@ Reason problem(const Spec& spec, const Device& device, Strategy strategy) {
         return fmt::format("layout=hidden_major with rows of {}: cuda_sm90a needs rows of a multiple of 8; others run on cuda_sm80",
                            spec.padded_vocab_size);
     }
+    constexpr int kMostTopK = 64;
+    if (spec.top_k > kMostTopK) {
+        return fmt::format("top_k={}: cuda_sm90a has lists of at most {} classes; more run on cuda_lt and on CPUs", spec.top_k, kMostTopK);
+    }
     if (auto reason = teacher_head_problem(spec, "cuda_sm90a")) return reason;
     return strategy == Strategy::retain ? retain_problem(spec) : std::nullopt;
 }

@@ -20,7 +20,9 @@ std::string grad_weight_params(const Spec& spec, const Plan& plan) {
 
 CudaSource source(const Spec& spec, const Device& device, const Plan& plan) {
     const int segment = segment_tiles(spec, plan.cuda.forward);
-    KernelWriter writer(spec, device, plan, {.header = "sm90/kernels.cuh", .overlaps = true, .lists_rows = true, .segment_tiles = segment});
+    KernelWriter writer(
+        spec, device, plan,
+        {.header = "sm90/kernels.cuh", .overlaps = true, .lists_rows = true, .segment_tiles = segment, .tells_falls = spec.top_k == 0});
     // `name`: name of the type that states kSmemBytes and kThreads. `params`: name of the parameters.
     const auto gemm = [&](KernelRole kernel, GemmRole role, const GemmTile& tile, std::string_view name, std::string_view params,
                           std::string_view function) {
@@ -37,6 +39,7 @@ CudaSource source(const Spec& spec, const Device& device, const Plan& plan) {
     const CudaPlan& tiles = plan.cuda;
     forward(KernelRole::forward, forward_shape(plan));
     forward(KernelRole::forward_few, few_tokens_shape(spec, plan));
+    if (spec.top_k > 0) writer.rows(KernelRole::top_classes, "TopClassesParams");
     writer.row_kernels();
     gemm(KernelRole::dlogits, GemmRole::dlogits, tiles.dlogits, "Dlogits", "Dlogits", "dlogits");
     gemm(KernelRole::grad_hidden, GemmRole::grad_hidden, tiles.grad_hidden, "GradHidden", smoothed + "GradHidden", "grad_hidden");

@@ -77,6 +77,8 @@ struct Spec {
     bool teacher_bias = false;             ///< the teacher's head has a bias [V]
     double teacher_logit_scale = 1.0;      ///< logit_scale of the teacher's head
     double teacher_softcap = 0.0;          ///< softcap of the teacher's head
+    int top_k = 0;  ///< K, 0 to 256 and no more than there are classes: forward also writes the K classes of the largest logits of each
+                    ///< token, without a gradient; of equal logits the smaller class comes first. 0: none
     Outputs outputs{};
 
     friend bool operator==(const Spec&, const Spec&) = default;
@@ -94,7 +96,7 @@ struct Spec {
 /// Parses "key=value,flag,…", the JSON object that parse_spec_json reads, or "@file.json" (a file that holds one). Keys: D or hidden_size,
 /// V or vocab_size, padded_vocab_size, whole_vocab_size, dtype, layout, tied, weight_dtype, grad_hidden_dtype, grad_weight_dtype,
 /// grad_weight_mode, bias, class_weight, temperature, token_weight, batch_invariant, dft, logit_scale, softcap, label_smoothing, z_loss,
-/// teacher_top_k, hard_weight, teacher_hidden_size, divergence_beta, teacher_bias, teacher_logit_scale, teacher_softcap, outputs (names
+/// teacher_top_k, hard_weight, teacher_hidden_size, divergence_beta, teacher_bias, teacher_logit_scale, teacher_softcap, top_k, outputs (names
 /// joined by '+': loss+lse+logprobs+entropy+top1+log_sum_sq_probs). dtypes: bf16, fp16, fp32, or
 /// torch's bfloat16, float16, float32. D and V are required; dtype defaults to bf16, weight_dtype and grad_hidden_dtype to dtype,
 /// grad_weight_dtype to weight_dtype, grad_weight_mode to write, or accumulate where tied is set. The result is normalized. Throws

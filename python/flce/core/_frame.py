@@ -339,6 +339,7 @@ class Frame:
             "weight": (key.hidden_size, rows) if key.hidden_major else (rows, key.hidden_size),
             "teacher_hidden": (0, 0),  # a divergence's calls have structs of their own
             "teacher_weight": (0, 0),
+            "top": (0, 0),  # and so have those of a top_k
             "partial_sums": (0, 0),  # a ShardFrame's
             "all_partial_sums": (0, 0),
         }

@@ -29,7 +29,7 @@ extern "C" {
 #endif
 
 /* Grows when functions or fields are added; fields and functions that are there keep their meaning. */
-#define FLCE_ABI_VERSION 13
+#define FLCE_ABI_VERSION 14
 
 /* The ABI version the library was built with, and the library's version ("0.1.0"). */
 FLCE_API int32_t flce_abi_version(void);
@@ -270,6 +270,11 @@ enum { FLCE_REDUCTION_NONE = 0, FLCE_REDUCTION_SUM = 1, FLCE_REDUCTION_MEAN = 2,
  * same arguments, and the second one the workspace as the first one left it. */
 enum { FLCE_STAGE_WHOLE = 0, FLCE_STAGE_UNTIL_GRAD_HIDDEN = 1, FLCE_STAGE_REST = 2 };
 
+/* Walk over the vocabulary of a forward and of the merge behind it. A mixture's divergence (divergence_beta between 0 and 1) of a layer over
+ * shards needs two of both: SUMS leads to lse and teacher_lse of all shards, MIXTURE reads them and leads to loss and student_divergence.
+ * Everything else has SUMS alone. */
+enum { FLCE_WALK_SUMS = 0, FLCE_WALK_MIXTURE = 1 };
+
 /* Tensors: NULL means absent. N = num_tokens, D = hidden_size, V = vocab_size, P = padded_vocab_size. All contiguous and on the kernel's
  * device; hidden, weight and their gradients 16-byte aligned; what is written overlaps nothing else.
  *
@@ -286,7 +291,7 @@ typedef struct flce_forward_args {
     const flce_tensor* target;       /* [N] int32 or int64 */
     int64_t ignore_index;
     int32_t reduction;
-    int32_t reserved;                 /* 0 */
+    int32_t walk;                     /* FLCE_WALK_...; in MIXTURE lse and teacher_lse are read */
     const flce_tensor* num_valid;     /* scalar int32, int64 or fp32 that mean divides by (<= 0: it is 0); NULL: valid tokens are counted */
     const flce_tensor* loss;          /* fp32: [N] for FLCE_REDUCTION_NONE, scalar otherwise */
     const flce_tensor* z_loss;        /* fp32, same shape as loss: the loss's z-loss part alone */
@@ -318,12 +323,15 @@ typedef struct flce_forward_args {
     const flce_tensor* teacher_lse;        /* [N] fp32, written: backward reads it, as student_divergence */
     const flce_tensor* teacher_entropy;    /* [N] fp32, written; NULL: not wanted */
     const flce_tensor* student_divergence; /* [N] fp32, written: the divergence at a beta of 0 and 1, else KL(student || mixture) */
+    /* Required iff the spec has top_k = K: the K classes of the largest logits, the largest first, of equal ones the smaller class. */
+    const flce_tensor* top_logprobs; /* [N, K] fp32, written; 0 for ignored rows */
+    const flce_tensor* top_ids;      /* [N, K] int64, written; -1 for ignored rows */
 } flce_forward_args;
 /* clang-format off */
 #define FLCE_FORWARD_ARGS_INIT                                                                                 \
     {sizeof(flce_forward_args), NULL, NULL, NULL, NULL, NULL, -100, FLCE_REDUCTION_MEAN, 0, NULL, NULL, NULL,  \
      NULL, NULL, NULL, NULL, NULL, 0, FLCE_RETAINED_OWN, 0, NULL, NULL, NULL, NULL, NULL, NULL, NULL, 0, NULL,  \
-     NULL, NULL, NULL, NULL, NULL, NULL}
+     NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL}
 /* clang-format on */
 
 /* Arguments that make a shard's outputs from all shards' partial sums. Tensors as in forward, but for three. */
@@ -337,7 +345,7 @@ typedef struct flce_merge_args {
     const flce_tensor* teacher_probs;
     int64_t ignore_index;
     int32_t reduction;
-    int32_t reserved; /* 0 */
+    int32_t walk; /* the forward's before; MIXTURE leaves lse, teacher_lse and entropies as they are */
     const flce_tensor* num_valid;
     const flce_tensor* loss;
     const flce_tensor* z_loss;
@@ -350,11 +358,16 @@ typedef struct flce_merge_args {
     const flce_tensor* target_class_weight; /* [N] fp32, written; required with the spec's class_weight, since backward reads it */
     const flce_tensor* class_weight_total;  /* scalar fp32, written; required with the spec's class_weight and label smoothing */
     const flce_tensor* invalid_label;
+    const flce_tensor* teacher_lse; /* teacher_lse to top_ids: as in forward */
+    const flce_tensor* teacher_entropy;
+    const flce_tensor* student_divergence;
+    const flce_tensor* top_logprobs;
+    const flce_tensor* top_ids;
 } flce_merge_args;
 /* clang-format off */
 #define FLCE_MERGE_ARGS_INIT                                                                                \
     {sizeof(flce_merge_args), NULL, NULL, NULL, NULL, NULL, NULL, -100, FLCE_REDUCTION_MEAN, 0, NULL, NULL, \
-     NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL}
+     NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL}
 /* clang-format on */
 
 typedef struct flce_backward_args {
@@ -412,7 +425,7 @@ typedef struct flce_backward_args {
  * type: "tensor" (const flce_tensor*), "pointer", "size", "int32", "int64". elements: what the tensor's element type is: "spec", "weight",
  * "grad_hidden", "grad_weight" (the spec's dtype, weight_dtype, grad_hidden_dtype, grad_weight_dtype), "fp32", "int64", "uint64", "label"
  * (int32 or int64), "count" (fp32, int32, int64). extent: its shape: "scalar", "tokens" [N], "loss" ([N] or a scalar), "classes" [V],
- * "hidden" [N, D], "weight", "teacher" [N, K], "teacher_hidden" [N, D_t], "teacher_weight", "partial_sums" [F, N], "all_partial_sums"
+ * "hidden" [N, D], "weight", "teacher" [N, K], "teacher_hidden" [N, D_t], "teacher_weight", "top" [N, K], "partial_sums" [F, N], "all_partial_sums"
  * [R x F, N]. */
 FLCE_API flce_status flce_call_arguments_json(char* buffer, size_t capacity, size_t* needed);
 

@@ -74,6 +74,11 @@ struct Stream {
 /// grad_hidden is complete.
 enum class BackwardStage : std::uint8_t { whole, until_grad_hidden, rest };
 
+/// Walk over the vocabulary of a forward and of the merge behind it. A mixture's divergence (divergence_beta between 0 and 1) of a layer
+/// over shards needs two of both: `sums` leads to lse and teacher_lse of all shards, and `mixture` reads them and leads to the loss and
+/// student_divergence. Everything else has `sums` alone; without shards a forward does both.
+enum class DivergenceWalk : std::uint8_t { sums, mixture };
+
 // Shapes: N = num_tokens, D = hidden_size, V = vocab_size, P = padded_vocab_size. All tensors contiguous, on the kernel's device; hidden,
 // weight and their gradients 16-byte aligned. Absent tensors are not read or written.
 //
@@ -102,10 +107,11 @@ struct ForwardArgs {
     /// at no class, adds nothing; a negative one counts as it is; a NaN makes its token's loss and gradients NaN
     TensorView teacher_probs{};
     TensorView teacher_hidden{};  ///< [N, D_t], spec dtype; required iff spec.teacher_hidden_size, and so are the other two of its tensors
-    TensorView teacher_weight{};  ///< [V, D_t] (vocab_major) or [D_t, V] (hidden_major), spec dtype
+    TensorView teacher_weight{};  ///< [V, D_t] (vocab_major) or [D_t, V] (hidden_major), spec dtype; a shard's has the weight's classes
     TensorView teacher_bias{};    ///< [V], spec dtype; required iff spec.teacher_bias
     std::int64_t ignore_index = -100;
     Reduction reduction = Reduction::mean;
+    DivergenceWalk walk = DivergenceWalk::sums;  ///< in `mixture` lse and teacher_lse are read
     /// Scalar int32, int64 or fp32 that mean divides by; absent: the valid tokens (or their class weights) are counted.
     TensorView num_valid{};
     TensorView loss{};              ///< fp32: [N] for none, scalar otherwise
@@ -122,6 +128,8 @@ struct ForwardArgs {
     TensorView teacher_entropy{};  ///< [N] fp32, 0 for ignored rows
     TensorView student_divergence{};  ///< [N] fp32, required with teacher_hidden, since backward reads it: the divergence at β of 0 and 1,
                                       ///< between them KL(student ‖ m)
+    TensorView top_logprobs{};        ///< [N, K] fp32, K = spec.top_k; required iff K is not 0: the largest first, 0 for ignored rows
+    TensorView top_ids{};             ///< [N, K] int64, required with top_logprobs: their classes; −1 for ignored rows
     TensorView invalid_label{};    ///< one uint64 that the caller set to ~0: receives the smallest index of a row with a fault. A fault is
                                    ///< a label that is neither ignore_index nor in [0, V), or a temperature that is not between 2^-100 and
                                    ///< 2^100: such rows count as ignored, with or without this tensor. A fault is also a teacher's id out
@@ -141,6 +149,8 @@ struct MergeArgs {
     TensorView teacher_probs{};
     std::int64_t ignore_index = -100;
     Reduction reduction = Reduction::mean;
+    DivergenceWalk walk =
+        DivergenceWalk::sums;  ///< walk of the forward before. `mixture` leaves lse, teacher_lse and entropies as they are
     TensorView num_valid{};
     TensorView loss{};  ///< loss to invalid_label: as forward writes them where there are no shards
     TensorView z_loss{};
@@ -150,6 +160,11 @@ struct MergeArgs {
     TensorView top1{};
     TensorView log_sum_sq_probs{};
     TensorView teacher_logprobs{};
+    TensorView teacher_lse{};
+    TensorView teacher_entropy{};
+    TensorView student_divergence{};
+    TensorView top_logprobs{};
+    TensorView top_ids{};
     TensorView target_class_weight{};  ///< [N] fp32, required with spec.class_weight, since backward reads it: class weight of each token's
                                        ///< target, else 0
     TensorView class_weight_total{};   ///< scalar fp32, required with spec.class_weight and label smoothing: sum of all class weights

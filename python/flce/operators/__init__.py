@@ -1,0 +1,1 @@
+"""Operators of their own kernels, whose calls have structs of their own."""
