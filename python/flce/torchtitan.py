@@ -10,6 +10,7 @@ Importing this module imports torchtitan.
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -34,6 +35,7 @@ from torchtitan.distributed.utils import get_spmd_backend  # type: ignore[import
 
 from flce import errors
 from flce.adapters._methods import standing_in
+from flce.call._depths import check_alike
 from flce.call._heads import hooks_of, kind_of, with_products
 from flce.call._options import check_options, taken_by
 from flce.functional import linear_cross_entropy
@@ -41,6 +43,7 @@ from flce.functional import linear_cross_entropy
 __all__ = ["FusedLoss", "fused_loss"]
 
 _OPTIONS = taken_by("torchtitan")
+_OF_CALL = ("self", "pred", "labels", "global_valid_tokens", "global_loss_token_counts")
 _INSTEAD = "keep torchtitan's own ChunkedLossWrapper for this model, or give it a plain torchtitan Linear as lm_head"
 
 
@@ -55,10 +58,14 @@ class FusedLoss(ChunkedLossWrapper):
     output layer wants one): `loss.backward()` must reach it with a gradient of 1, as torchtitan's trainer and schedules do; another is an
     error then, as scaling it would leave the output layer's gradient as it is.
 
+    Multi-token prediction (torchtitan after 0.3.0): with a loss_fn of MTPLoss.Config hidden states and labels are tuples, one of each for
+    every depth. The labels are each depth's own, as torchtitan's decoder prepares them: nothing is shifted here. The loss is the first
+    depth's and mtp_scale times the mean of the others'. All depths' rows are one call of the output layer.
+
     Tensor parallel: with spmd_backend "spmd_types" (weight: this rank's rows) and "partial_dtensor" (weight: a DTensor, Shard(0)) no rank
     has other ranks' logits. Loss and gradients are placed as torchtitan's own are.
 
-    Config, beside ChunkedLossWrapper's (whose loss_fn must be CrossEntropyLoss):
+    Config, beside ChunkedLossWrapper's (whose loss_fn must be CrossEntropyLoss or the MTPLoss of tuples):
         z_loss: adds z_loss · lse² a token. label_smoothing: 0 to 1.
         logit_scale, softcap: logits are softcap · tanh(logit_scale · logits / softcap). None: those of the output layer, which has some
             where it is a SoftCappedLinear.
@@ -88,60 +95,107 @@ class FusedLoss(ChunkedLossWrapper):
 
     def __init__(self, config: Any, *, compile_config: Any = None) -> None:
         """`compile_config` changes nothing: the kernels are compiled."""
-        if type(config.loss_fn) is not CrossEntropyLoss.Config:
+        if not _is_known(type(config.loss_fn)):
             raise errors.ArgumentError(
-                f"loss_fn is a {type(config.loss_fn).__qualname__}; FusedLoss computes CrossEntropyLoss alone. Keep ChunkedLossWrapper for "
-                "another loss, or compute it from flce.linear_logprobs"
+                f"loss_fn is a {type(config.loss_fn).__qualname__}; FusedLoss computes CrossEntropyLoss alone, and the MTPLoss of "
+                "torchtitan after 0.3.0. Keep ChunkedLossWrapper for another loss, or compute it from flce.linear_logprobs"
             )
         self.options = {name: getattr(config, name) for name in _OPTIONS}
         check_options(self.options, 0)
         super().__init__(config)
+        for name, parameter in inspect.signature(type(self.loss_fn).__call__).parameters.items():
+            if name not in _OF_CALL and parameter.kind is not parameter.VAR_KEYWORD:
+                raise errors.ArgumentError(
+                    f"this torchtitan's {type(self.loss_fn).__name__} is called with {name}, which FusedLoss does not know; keep "
+                    "torchtitan's own ChunkedLossWrapper"
+                )
 
     def __call__(
-        self, pred: Tensor, labels: Tensor, global_valid_tokens: Tensor | None = None, **loss_inputs: Any
+        self,
+        pred: Tensor | tuple[Tensor, ...],
+        labels: Tensor | tuple[Tensor, ...],
+        global_valid_tokens: Any = None,
+        *,
+        global_loss_token_counts: Any = None,
+        **loss_inputs: Any,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """pred: hidden states [..., D]; labels [...], -100 for tokens that do not count; global_valid_tokens: a number or a scalar tensor.
-        Other arguments (positions) change nothing, as with CrossEntropyLoss."""
+        """pred: hidden states [..., D]; labels [...], -100 for tokens that do not count; with MTPLoss a tuple of each.
+        global_valid_tokens: a number or a scalar tensor; global_loss_token_counts, by which newer trainers call it: a tensor [depths], of
+        which those below 1 count as 1. Other arguments (positions) change nothing, as with CrossEntropyLoss."""
         del loss_inputs
         head = self.lm_head
         assert head is not None, "the loss has no output layer; call set_lm_head(model.lm_head) before the first call"
         check_head(head)
-        trains = torch.is_grad_enabled() and (pred.requires_grad or any(p.requires_grad for p in head.parameters()))
+        hidden, targets = self._depths(pred, labels)
+        rows = Rows(targets, self._weights(len(hidden)), _count_of(global_valid_tokens, global_loss_token_counts, len(hidden)))
+        wanted = [*hidden, *head.parameters()]
+        trains = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in wanted)
         with spmd.no_typecheck():
-            made = (
-                self._trained(head, pred, labels, global_valid_tokens)
-                if trains
-                else self._evaluated(head, pred, labels, global_valid_tokens)
-            )
+            made = self._trained(head, hidden, rows) if trains else self._evaluated(head, hidden, rows)
         return made, {}
 
-    def _evaluated(self, head: Any, hidden: Tensor, labels: Tensor, count: Any) -> Tensor:
+    def _depths(self, pred: Any, labels: Any) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """Each depth's hidden states and labels."""
+        several = isinstance(pred, tuple)
+        if several != isinstance(labels, tuple) or not (several or (isinstance(pred, Tensor) and isinstance(labels, Tensor))):
+            raise errors.DTypeError(f"pred is a {kind_of(pred)} and labels a {kind_of(labels)}; both are tensors, or both tuples of them")
+        if not self._weighs_depths:
+            if several:
+                raise errors.ArgumentError(
+                    f"pred is a tuple of {len(pred)} and loss_fn is CrossEntropyLoss, which does not say how depths are weighed; take "
+                    "MTPLoss.Config of torchtitan's DeepSeek-V3 as loss_fn"
+                )
+            return (pred,), (labels,)
+        if not several or len(pred) != len(labels) or len(pred) < 2:
+            has = f"{len(pred)} hidden states and {len(labels)} labels" if several else "one tensor of each"
+            raise errors.ArgumentError(f"MTPLoss is called with {has}; it takes tuples of at least two hidden states, with labels for each")
+        for at, (states, targets) in enumerate(zip(pred, labels, strict=True)):
+            check_alike(at, states, pred[0])
+            if states.shape[:-1] != targets.shape:
+                raise errors.ShapeError(
+                    f"labels[{at}] has shape {list(targets.shape)} and pred[{at}] {list(states.shape)}; tokens are the same"
+                )
+        return pred, labels
+
+    @property
+    def _weighs_depths(self) -> bool:
+        return hasattr(self.loss_fn, "mtp_scale")
+
+    def _weights(self, depths: int) -> list[float]:
+        """A factor for each depth's sum."""
+        return [1.0, *[self.loss_fn.mtp_scale / (depths - 1)] * (depths - 1)] if depths > 1 else [1.0]
+
+    def _evaluated(self, head: Any, hidden: tuple[Tensor, ...], rows: Rows) -> Tensor:
         """Evaluates without FSDP2's hooks, which await a backward that does not come."""
         sharded = isinstance(head, FSDPModule)
         if sharded:
             head.unshard()
         try:
             with torch.no_grad():
-                return self._loss(head, hidden, labels, count)
+                return self._loss(head, hidden, rows)
         finally:
             if sharded:
                 head.reshard()
 
-    def _trained(self, head: Any, hidden: Tensor, labels: Tensor, count: Any) -> Tensor:
-        leaf = hidden.detach().requires_grad_()  # also a frozen decoder's: FSDP2 reduces gradients once that of the input is there
+    def _trained(self, head: Any, hidden: tuple[Tensor, ...], rows: Rows) -> Tensor:
+        # A leaf also of a frozen decoder's hidden states: FSDP2 reduces gradients once those of the inputs are there.
+        leaves = [states.detach().requires_grad_() for states in hidden]
         computed: list[Tensor] = []
 
-        def forward(given: Tensor) -> Tensor:
-            computed.append(self._loss(head, given, labels, count))
+        def forward(*given: Tensor) -> Tensor:
+            computed.append(self._loss(head, given, rows))
             return computed[0]
 
         with _kept_gathered(head), standing_in(head, "forward", forward):
-            head(leaf).backward()
-        assert leaf.grad is not None
-        loss: Tensor = _Handed.apply(hidden, leaf.grad, computed[0].detach(), _anchor(hidden))
+            head(*leaves).backward()
+        gradients = [leaf.grad for leaf in leaves]
+        assert all(gradient is not None for gradient in gradients)
+        loss: Tensor = _Handed.apply(computed[0].detach(), _anchor(hidden), len(hidden), *hidden, *gradients)
         return loss
 
-    def _loss(self, head: Any, hidden: Tensor, labels: Tensor, count: Any) -> Tensor:
+    def _loss(self, head: Any, states: tuple[Tensor, ...], rows: Rows) -> Tensor:
+        # One depth keeps its shape, and several lie behind each other in one dimension.
+        hidden = states[0] if len(states) == 1 else torch.cat([each.reshape(-1, each.shape[-1]) for each in states])
         product = product_of(head, hidden)
         options = {name: value for name, value in self.options.items() if value is not None}
         for name in ("logit_scale", "softcap"):
@@ -151,31 +205,76 @@ class FusedLoss(ChunkedLossWrapper):
                     f"{name} is {options[name]} and the output layer, a {kind_of(head)}, has one of {own}; leave it out of the loss's "
                     "config"
                 )
-        if count is None:
-            options["reduction"] = "sum"
-        else:
-            options["num_valid_tokens"] = count
+        target, of_rows = rows.joined()
         over_ranks = _over_ranks(head, product)
         loss: Tensor = linear_cross_entropy(
-            product.hidden, product.weight, labels, bias=product.bias, ignore_index=IGNORE_INDEX, **options, **over_ranks
+            product.hidden, product.weight, target, bias=product.bias, ignore_index=IGNORE_INDEX, **options, **of_rows, **over_ranks
         )
         return loss
+
+
+# ── Sums over depths ────────────────────────────────
+
+
+class Rows(NamedTuple):
+    """Rows of one call, whose loss is Σ weights[d] · Σ losses of depth d's rows / count."""
+
+    labels: tuple[Tensor, ...]
+    weights: list[float]
+    count: Any
+    """Tokens of the step: None for a sum, one number, or a tensor with one for each depth."""
+
+    def joined(self) -> tuple[Tensor, dict[str, Any]]:
+        """Labels of all rows, and the options of `flce.linear_cross_entropy` that add their losses up."""
+        of_depths = isinstance(self.count, Tensor) and self.count.numel() > 1
+        divided = {"reduction": "sum"} if self.count is None or of_depths else {"num_valid_tokens": self.count}
+        if len(self.labels) == 1:
+            return self.labels[0], divided
+        rows = [
+            torch.full((labels.numel(),), weight, device=labels.device) for weight, labels in zip(self.weights, self.labels, strict=True)
+        ]
+        if of_depths:
+            rows = [row / count for row, count in zip(rows, self.count.unbind(), strict=True)]
+        return torch.cat([labels.reshape(-1) for labels in self.labels]), {"token_weight": torch.cat(rows), **divided}
+
+
+def _count_of(one: Any, each: Any, depths: int) -> Any:
+    """The count of `Rows`. `one`: global_valid_tokens, in whose place newer trainers give a tensor [depths]; `each`: that tensor, by
+    name."""
+    if one is not None and each is not None:
+        raise errors.ArgumentError("global_valid_tokens and global_loss_token_counts are both given; a loss is divided by one of them")
+    count = one if each is None else each
+    is_vector = isinstance(count, Tensor) and count.dim() > 0
+    if is_vector and list(count.shape) != [depths]:
+        raise errors.ShapeError(f"the step's token counts have shape {list(count.shape)} and there are {depths} depths; each has its own")
+    if each is not None and depths > 1 and not is_vector:
+        raise errors.ShapeError(f"global_loss_token_counts is one number and there are {depths} depths; each has its own")
+    return count.clamp_min(1) if is_vector else count
+
+
+def _is_known(config: type) -> bool:
+    """Whether the loss of this config is computed here: CrossEntropyLoss, or the MTPLoss that weighs tuples of cross entropies. The one of
+    torchtitan 0.3.0 shifts labels itself, of logits that its DeepSeek-V3 always makes."""
+    if config is CrossEntropyLoss.Config:
+        return True
+    named = config.__module__.startswith("torchtitan.") and config.__qualname__ == "MTPLoss.Config"
+    return named and issubclass(config, CrossEntropyLoss.Config)
 
 
 # ── The trainer's backward ──────────────────────────
 
 
 class _Handed(torch.autograd.Function):
-    """The loss, whose backward hands hidden the gradient that is there already."""
+    """The loss, whose backward hands hidden states the gradients that are there already."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, gradient: Tensor, loss: Tensor, anchor: Tensor | None) -> Tensor:
-        ctx.save_for_backward(gradient)
+    def forward(ctx: Any, loss: Tensor, anchor: Tensor | None, depths: int, *hidden_and_gradients: Tensor) -> Tensor:
+        ctx.save_for_backward(*hidden_and_gradients[depths:])
         return loss.clone()
 
     @staticmethod
     def backward(ctx: Any, given: Tensor) -> Any:
-        (gradient,) = ctx.saved_tensors
+        gradients = ctx.saved_tensors
         message = (
             "the loss of flce.torchtitan.FusedLoss has a gradient other than 1, and the output layer's gradient is already made: "
             "call backward on the loss itself, and scale through global_valid_tokens"
@@ -184,12 +283,14 @@ class _Handed(torch.autograd.Function):
             torch._assert_async((given == 1).all(), message)  # type: ignore[attr-defined,unused-ignore]
         elif given.device.type == "cpu" and bool(given != 1):
             raise errors.ArgumentError(message)
-        return gradient, None, None, None
+        return None, None, None, *gradients, *(None for _ in gradients)
 
 
-def _anchor(hidden: Tensor) -> Tensor | None:
+def _anchor(hidden: tuple[Tensor, ...]) -> Tensor | None:
     """A zero with a gradient: added to a loss of frozen hidden states, it lets backward be called on that loss."""
-    return None if hidden.requires_grad else torch.zeros((), device=hidden.device, requires_grad=True)
+    if any(states.requires_grad for states in hidden):
+        return None
+    return torch.zeros((), device=hidden[0].device, requires_grad=True)
 
 
 # ── The output layer ────────────────────────────────
@@ -321,16 +422,18 @@ def fused_loss(cfg: Any, **options: Any) -> FusedLoss.Config:
     """The factory for `--override.imports flce.torchtitan.fused_loss`, also with options:
     `'flce.torchtitan.fused_loss={"z_loss": 1e-4}'`. A config function may call it too: `config.loss = fused_loss(config.loss)`.
 
-    Takes ChunkedLossWrapper.Config and CrossEntropyLoss.Config. Raises ValueError for another loss, TypeError for an unknown option.
+    Takes ChunkedLossWrapper.Config, CrossEntropyLoss.Config and the MTPLoss.Config of torchtitan after 0.3.0. Raises ValueError for another
+    loss, TypeError for an unknown option.
     """
     unknown = sorted(set(options) - set(_OPTIONS))
     if unknown:
         raise TypeError(f"fused_loss got {unknown[0]!r}; its options are {', '.join(_OPTIONS)}")
-    if type(cfg) is CrossEntropyLoss.Config:
+    if _is_known(type(cfg)):
         return FusedLoss.Config(loss_fn=cfg, **options)
     if type(cfg) not in (ChunkedLossWrapper.Config, FusedLoss.Config):
         raise errors.ArgumentError(
-            f"loss is a {type(cfg).__qualname__}; fused_loss replaces ChunkedLossWrapper.Config and CrossEntropyLoss.Config"
+            f"loss is a {type(cfg).__qualname__}; fused_loss replaces ChunkedLossWrapper.Config, CrossEntropyLoss.Config and, of "
+            "torchtitan after 0.3.0, MTPLoss.Config"
         )
     made: FusedLoss.Config = derive(cfg, FusedLoss.Config, **options)
     return made

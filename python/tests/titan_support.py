@@ -193,6 +193,34 @@ def with_its_own_loss(config: Any) -> Any:
     return config
 
 
+@functools.cache
+def loss_of_depths() -> Any:
+    """torchtitan's MTPLoss where it takes tuples (after 0.3.0); else a class of that name and signature, which cannot be called."""
+    prepare()
+    from dataclasses import dataclass
+
+    from torchtitan.components.loss import CrossEntropyLoss
+    from torchtitan.models.deepseek_v3.mtp import MTPLoss
+
+    if issubclass(MTPLoss, CrossEntropyLoss):
+        return MTPLoss
+
+    class StandIn(CrossEntropyLoss):
+        @dataclass(kw_only=True, slots=True)
+        class Config(CrossEntropyLoss.Config):
+            mtp_scale: float = 0.3
+
+        def __init__(self, config: Config, **others: Any) -> None:
+            super().__init__(config, **others)
+            self.mtp_scale = config.mtp_scale
+
+        def __call__(self, pred: Any, labels: Any, global_valid_tokens: Any = None, **loss_inputs: Any) -> Any:
+            raise AssertionError("FusedLoss computes the loss itself")
+
+    StandIn.Config.__module__, StandIn.Config.__qualname__ = MTPLoss.Config.__module__, MTPLoss.Config.__qualname__
+    return StandIn
+
+
 class Run:
     """Numbers that the Trainer logged, and its remains."""
 

@@ -94,7 +94,7 @@ def check_divisors(each: list[dict[str, Any]], reduction: Any, class_weight: Any
         )
 
 
-def _check_alike(at: int, states: Tensor, first: Tensor) -> None:
+def check_alike(at: int, states: Tensor, first: Tensor) -> None:
     """Refuses hidden states of which torch.cat would make another dtype, or an error of its own."""
     if states.shape[-1] != first.shape[-1]:
         raise errors.ShapeError(f"hidden[{at}] has shape {list(states.shape)} and hidden[0] {list(first.shape)}; hidden sizes are one")
@@ -117,7 +117,7 @@ class Depths:
         self.targets: list[Tensor] = []
         for at, labels in enumerate(_of_each("target", target, len(hidden))):
             self._check(at, hidden[at], labels)
-            _check_alike(at, hidden[at], hidden[0])
+            check_alike(at, hidden[at], hidden[0])
             shift, cu_seqlens = each[at]["shift"] or 0, each[at]["cu_seqlens"]
             moved = type(shift) is not int or shift != 0 or cu_seqlens is not None
             self.targets.append(targets_of(labels, shift, ignore_index=ignore_index, cu_seqlens=cu_seqlens) if moved else labels)
