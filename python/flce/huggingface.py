@@ -20,6 +20,7 @@ from flce.adapters import _head_tap, _model_facts, _own_loss
 from flce.adapters._own_loss import Meaning
 from flce.adapters._shared_rows import SharedRows
 from flce.call import _arguments, _chunked, _heads
+from flce.call._options import check_options
 from flce.call._targets import shift_labels
 from flce.core import _zero3
 from flce.loss import LinearCrossEntropyLoss, LossOptions
@@ -162,6 +163,7 @@ class CausalLMLoss:
         self._model = causal_lm_of(model)
         self._given = LossOptions(keywords)
         self._shift_known = self._shift_given = "shift" in keywords
+        check_options({}, keywords.get("shift", 1))
         self.loss = LinearCrossEntropyLoss(self._model.get_output_embeddings, **({"shift": 1} | options_of(self._model.config) | keywords))
         self.loss.head_is_compared = True
         self._compared_head: Any = None

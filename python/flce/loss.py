@@ -5,15 +5,15 @@ from __future__ import annotations
 import copy
 import functools
 import types
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, overload, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from flce import errors
 from flce.budget import MemoryBudget
-from flce.call import _arguments, _chunked, _heads
+from flce.call import _arguments, _chunked, _depths, _heads
 from flce.call._checks import OLDEST_GPU
 from flce.call._options import check_options, of_kind, temperature_number
 from flce.call._targets import check_ignore_index, check_tensors, targets_of
@@ -85,7 +85,8 @@ class LinearCrossEntropyLoss:
         chunk_size: tokens whose logits "pytorch" and "torch_compile" hold at a time.
         compile: compile the chunk of "pytorch" too.
         shift: 1 for labels as a tokenizer gives them (position t predicts label t + 1), 0 for targets that are aligned already. It has no
-            default: a `FusedOutputLoss` is called with unshifted labels, and flce's functions take aligned ones.
+            default: a `FusedOutputLoss` is called with unshifted labels, and flce's functions take aligned ones. For several hidden states
+            (multi-token prediction) a list of one each: [1, 2].
         options: softcap, logit_scale, label_smoothing, z_loss, class_weight, temperature (a number), dft, reduction ("mean"),
             batch_invariant (with flce alone), workspace_limit_bytes, retain_in_grad_weight, as in `flce.linear_cross_entropy`. Also
             process_group, sequence_parallel, vocab_start, vocab_size, reduce_dtype and reduce_grad_hidden, for a layer whose rows lie over
@@ -108,11 +109,12 @@ class LinearCrossEntropyLoss:
         ignore_index: int = -100,
         compile: bool = False,
         *,
-        shift: int,
+        shift: int | Sequence[int],
         **options: Any,
     ) -> None:
         checks.choice("impl", impl, IMPLEMENTATIONS)
-        check_options(options, shift)
+        for each in shift if _depths.are_several(shift) else [shift]:  # type: ignore[union-attr]
+            check_options(options, each)
         if not isinstance(chunk_size, int) or chunk_size < 1:
             raise errors.ArgumentError(f"chunk_size is {chunk_size!r}; it must be an integer of 1 or more")
         checks.flag("compile", compile)
@@ -127,7 +129,7 @@ class LinearCrossEntropyLoss:
         self.chunk_size = chunk_size
         self.ignore_index = check_ignore_index(ignore_index)
         self.compile = compile
-        self.shift = shift
+        self.shift: Any = shift
         self.options = with_budget(options)
         self.actual_impl = self._choose(impl)
         if parallel_of(options) is not None and self.actual_impl != "flce":
@@ -172,6 +174,7 @@ class LinearCrossEntropyLoss:
     def _applied(self) -> tuple[float, float] | None:
         return None if self.head_is_compared else _heads.scale_and_cap(self.options)
 
+    @overload
     def __call__(
         self,
         hidden_states: Tensor,
@@ -182,9 +185,41 @@ class LinearCrossEntropyLoss:
         token_weight: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         grad_weight_out: Tensor | None = None,
-    ) -> Tensor:
+    ) -> Tensor: ...
+    @overload
+    def __call__(
+        self,
+        hidden_states: Sequence[Tensor],
+        labels: Tensor | Sequence[Tensor],
+        *,
+        num_valid_tokens: Any = None,
+        temperature: Any = None,
+        token_weight: Any = None,
+        cu_seqlens: Any = None,
+        grad_weight_out: Tensor | None = None,
+        loss_weights: Sequence[float] | None = None,
+    ) -> tuple[Any, ...]: ...
+    def __call__(
+        self,
+        hidden_states: Any,
+        labels: Any,
+        *,
+        num_valid_tokens: Any = None,
+        temperature: Any = None,
+        token_weight: Any = None,
+        cu_seqlens: Any = None,
+        grad_weight_out: Tensor | None = None,
+        loss_weights: Sequence[float] | None = None,
+    ) -> Any:
         """hidden_states [..., S, D], labels [..., S]; the keywords are those of `flce.linear_cross_entropy`, and a temperature given here
-        takes the place of the option. bf16 or fp16 hidden states may meet an fp32 weight."""
+        takes the place of the option. bf16 or fp16 hidden states may meet an fp32 weight. A list of hidden states, with one tensor of
+        labels or a list, gives what that function gives for several: a tuple of losses, or with loss_weights (sum, losses)."""
+        if _depths.are_several(hidden_states):
+            of_depths = {"num_valid_tokens": num_valid_tokens, "temperature": temperature, "token_weight": token_weight}
+            return self._of_several(hidden_states, labels, of_depths | {"cu_seqlens": cu_seqlens}, grad_weight_out, loss_weights)
+        if loss_weights is not None or _depths.are_several(self.shift):
+            given = "loss_weights is given" if loss_weights is not None else f"shift is {self.shift}"
+            raise errors.ArgumentError(f"{given} and hidden_states is one tensor; it has a number for each of several hidden states")
         hidden_states, weight, bias = self.operands(hidden_states)
         common: dict[str, Any] = {
             **self.options,
@@ -202,10 +237,7 @@ class LinearCrossEntropyLoss:
                 )
                 return loss
             except errors.UnavailableError as error:
-                if self.requested_impl != "auto" or self.options.get("process_group") is not None:
-                    raise
-                say_once(f"flce: LinearCrossEntropyLoss(impl='auto') falls back to 'pytorch': {error}")
-                self.actual_impl = impl = "pytorch"
+                impl = self._fall_back(error)
         if grad_weight_out is not None:
             raise errors.ArgumentError(f"grad_weight_out needs impl 'flce'; this loss uses {impl!r}")
         for name, value in (
@@ -221,6 +253,53 @@ class LinearCrossEntropyLoss:
         return _chunked.chunked_linear_cross_entropy(
             hidden_states, weight, labels, chunk_size=self.chunk_size, function=self._chunk_function(), **common
         )
+
+    def _of_several(
+        self, states: Sequence[Tensor], labels: Any, of_depths: dict[str, Any], grad_weight_out: Tensor | None, loss_weights: Any
+    ) -> Any:
+        """Losses of several hidden states: one call with flce, and a call for each in plain torch."""
+        _depths.check_stated(states, labels, self.shift)
+        of_depths = {"shift": self.shift, **of_depths}
+        each = _depths.split_options(dict(of_depths), len(states))
+        if self._impl_for(states[0]) == "flce":
+            if of_depths["temperature"] is None:
+                of_depths["temperature"] = self.options.get("temperature")
+            hidden, weight, bias = self._operands_of_several(states)
+            common = {**self.options, "bias": bias, "ignore_index": self.ignore_index, "grad_weight_out": grad_weight_out, **of_depths}
+            try:
+                return linear_cross_entropy(hidden, weight, labels, loss_weights=loss_weights, **common)
+            except errors.UnavailableError as error:
+                self._fall_back(error)
+        reduction = self.options.get("reduction", "mean")
+        weights = _depths.check_weights(loss_weights, reduction, len(states))
+        targets = _depths.of_each("target", labels, len(states))
+        losses = []
+        for hidden_states, target, of_depth in zip(states, targets, each, strict=True):
+            loss = self.with_shift(of_depth.pop("shift") or 0)
+            losses.append(LinearCrossEntropyLoss.__call__(loss, hidden_states, target, grad_weight_out=grad_weight_out, **of_depth))
+        if weights is None:
+            return tuple(losses)
+        return sum(weight * loss for weight, loss in zip(weights, losses, strict=True)), tuple(losses)
+
+    def _operands_of_several(self, states: Sequence[Tensor]) -> tuple[list[Tensor], Tensor, Tensor | None]:
+        """`operands` of several hidden states, which have one weight. An adapter's columns are made for all rows together."""
+        for at, hidden_states in enumerate(states):
+            check_tensors(**{f"hidden_states[{at}]": hidden_states})
+            _depths.check_alike(at, hidden_states, states[0])
+        rows = torch.cat([hidden_states.reshape(-1, hidden_states.shape[-1]) for hidden_states in states])
+        hidden, weight, bias = self.operands(rows)
+        if hidden is rows:
+            return list(states), weight, bias
+        parts = hidden.split([hidden_states.shape[:-1].numel() for hidden_states in states])
+        return [part.reshape(*given.shape[:-1], -1) for part, given in zip(parts, states, strict=True)], weight, bias
+
+    def _fall_back(self, error: errors.UnavailableError) -> str:
+        """Has "auto" take plain torch from now on; raises the error where another implementation was asked for."""
+        if self.requested_impl != "auto" or self.options.get("process_group") is not None:
+            raise error
+        say_once(f"flce: LinearCrossEntropyLoss(impl='auto') falls back to 'pytorch': {error}")
+        self.actual_impl = "pytorch"
+        return self.actual_impl
 
     def _impl_for(self, hidden_states: Any) -> str:
         """Implementation that computes this call: "auto" does not take flce for hidden states that flce refuses and "pytorch" takes."""
@@ -273,6 +352,8 @@ class LinearCrossEntropyLoss:
         """Divisor of the mean: how many labels the loss counts, after the shift, an int64 scalar on labels' device, not waited for;
         with class_weight the sum of their class weights, fp32. Where the layer lies over ranks, labels past its end count as well, unless
         vocab_size says where that is; `check_labels` reports them. Raises ArgumentError for class weights that lie over ranks."""
+        if _depths.are_several(self.shift):
+            raise errors.ArgumentError(f"shift is {self.shift}, and one target is counted; count each depth's with_shift(...)")
         targets = targets_of(labels, self.shift, ignore_index=self.ignore_index, cu_seqlens=cu_seqlens)
         end = _heads.shape_of(self.output_embeddings)[0] if self.options.get("process_group") is None else self.options.get("vocab_size")
         counted = (targets != self.ignore_index) & (targets >= 0)

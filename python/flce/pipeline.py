@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from flce import errors
 from flce.call._checks import check_gradient_memory
+from flce.call._options import check_options
 from flce.core import _autograd, _zero3, checks
 from flce.core._frame import is_hidden_major
 from flce.loss import LinearCrossEntropyLoss
@@ -67,6 +68,7 @@ class PipelineFusedLoss(LinearCrossEntropyLoss):
             if isinstance(impl, bool) or chunk_size != 4096:
                 raise errors.ArgumentError(f"impl is {impl!r}, which is taken for a chunk_size, and that is {chunk_size!r}: name both")
             chunk_size, impl = impl, "auto"
+        check_options(options, shift)
         super().__init__(layer, impl, chunk_size, ignore_index, compile, shift=shift, **options)
         if accumulate_into_grad and self.actual_impl != "flce":
             raise errors.ArgumentError(f"accumulate_into_grad needs impl 'flce'; this loss uses {self.actual_impl!r}")
@@ -87,7 +89,7 @@ class PipelineFusedLoss(LinearCrossEntropyLoss):
             self.num_valid_tokens = self.num_valid(labels_or_count, cu_seqlens=cu_seqlens)
         return self.num_valid_tokens
 
-    def __call__(
+    def __call__(  # type: ignore[override]  # one hidden state, as a stage has one output
         self,
         hidden_states: Tensor,
         labels: Tensor,
@@ -98,6 +100,8 @@ class PipelineFusedLoss(LinearCrossEntropyLoss):
         cu_seqlens: Tensor | None = None,
         grad_weight_out: Tensor | None = None,
     ) -> Tensor:
+        if not isinstance(hidden_states, Tensor):
+            raise errors.DTypeError(f"hidden_states is a {type(hidden_states).__name__}; it must be a tensor, the last stage's one output")
         accumulates = self.accumulate_into_grad and self.weight.requires_grad and torch.is_grad_enabled()
         accumulates = accumulates and _autograd.knows_what_is_wanted()
         if accumulates:

@@ -29,7 +29,7 @@ def are_several(value: Any) -> bool:
     return isinstance(value, (list, tuple))
 
 
-def _of_each(name: str, value: Any, count: int) -> list[Any]:
+def of_each(name: str, value: Any, count: int) -> list[Any]:
     """The items of a list, or one value `count` times."""
     if not are_several(value):
         return [value] * count
@@ -45,7 +45,7 @@ def split_options(options: dict[str, Any], count: int) -> list[dict[str, Any]]:
         raise errors.ArgumentError("hidden is an empty list; give at least one hidden state")
     each: list[dict[str, Any]] = [{} for _ in range(count)]
     for name in _OF_DEPTHS:
-        for of_depth, value in zip(each, _of_each(name, options.pop(name, None), count), strict=True):
+        for of_depth, value in zip(each, of_each(name, options.pop(name, None), count), strict=True):
             of_depth[name] = value
     return each
 
@@ -70,7 +70,7 @@ def check_weights(loss_weights: Any, reduction: str, count: int) -> list[Any] | 
         raise errors.DTypeError(f"loss_weights is a {type(loss_weights).__name__}; it must be a list of numbers")
     if reduction == "none":
         raise errors.ArgumentError("loss_weights is given with reduction 'none', whose losses are not added up; take 'sum' or a mean")
-    return [number(f"loss_weights[{at}]", value) for at, value in enumerate(_of_each("loss_weights", loss_weights, count))]
+    return [number(f"loss_weights[{at}]", value) for at, value in enumerate(of_each("loss_weights", loss_weights, count))]
 
 
 def check_divisors(each: list[dict[str, Any]], reduction: Any, class_weight: Any, z_loss: Any, parallel: Parallel | None) -> None:
@@ -115,7 +115,7 @@ class Depths:
         self.ignore_index = ignore_index
         self.ranks = 1 if parallel is None else parallel.sequence_ranks
         self.targets: list[Tensor] = []
-        for at, labels in enumerate(_of_each("target", target, len(hidden))):
+        for at, labels in enumerate(of_each("target", target, len(hidden))):
             self._check(at, hidden[at], labels)
             check_alike(at, hidden[at], hidden[0])
             shift, cu_seqlens = each[at]["shift"] or 0, each[at]["cu_seqlens"]
