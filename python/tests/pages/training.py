@@ -10,6 +10,7 @@ model = LlamaForCausalLM(
     LlamaConfig(vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1)
 ).to(device)
 input_ids = labels = torch.randint(0, 64, (8, 12), device=device)
+hidden, hidden_of_depth = torch.randn(2, 8, 12, 16, device=device)
 # %% TRL
 pytest.importorskip("trl")
 from trl import SFTConfig, SFTTrainer
