@@ -306,6 +306,42 @@ def test_process_mtp_loss(runtime_gather_output: bool | None, monkeypatch: pytes
     assert model.output_layer.weight.grad.any() and states.grad[SEQUENCE:].any() and (states.grad[:SEQUENCE] == 1).all()
 
 
+def test_the_models_own_loss_comes_behind_its_depths(monkeypatch: pytest.MonkeyPatch, fused: list[Any]) -> None:
+    """Why depths and the model's own loss are not one call: its hidden states carry the depths' losses. docs/training.md has the reason;
+    where a Megatron hangs the losses on something else, it no longer holds."""
+    model = flce.megatron.patch(gpt_model(depths=2))
+    given: list[Any] = []
+    own = support._head.defer
+    monkeypatch.setattr(support._head, "defer", lambda layer, hidden, **others: given.append(hidden) or own(layer, hidden, **others))
+    Batch().losses(model).sum().backward()
+    assert len(given) == len(fused) == 3
+    assert [type(hidden.grad_fn).__name__.startswith("MTPLossAutoScaler") for hidden in given] == [False, False, True]
+
+
+@pytest.mark.parametrize("main_grad", [None, True])
+def test_heads_that_leave_the_weight_alone(main_grad: bool | None, monkeypatch: pytest.MonkeyPatch, fused: list[Any]) -> None:
+    """Newer versions' mtp_detach_heads: depths train themselves, and neither the weight nor its main_grad has a gradient of theirs."""
+    if not support.HAS_PROCESS_MTP_LOSS:
+        monkeypatch.setattr(support.multi_token_prediction, "process_mtp_loss", support.process_mtp_loss, raising=False)
+    model = gpt_model(depths=2)
+    weight = with_main_grad(model)
+    states = torch.randn(3 * SEQUENCE, BATCH, 32, requires_grad=True)
+    made = flce.megatron.OutputProcessor(main_grad=main_grad).process_mtp_loss(
+        states,
+        labels=torch.randint(0, VOCAB, (BATCH, SEQUENCE)),
+        loss_mask=Batch().loss_mask,
+        output_layer=model.output_layer,
+        output_weight=weight.detach(),
+        runtime_gather_output=None,
+        is_training=True,
+        compute_language_model_loss=model.compute_language_model_loss,
+        config=model.config,
+    )
+    (made[0] if isinstance(made, tuple) else made).sum().backward()
+    assert len(fused) == 2 and states.grad[SEQUENCE:].any()
+    assert weight.grad is None and (weight.main_grad == 1).all() and weight.grad_added_to_main_grad is False
+
+
 # ── main_grad ───────────────────────────────────────
 
 
