@@ -143,6 +143,42 @@ def depths_by_function() -> None:
             del support.multi_token_prediction.process_mtp_loss
 
 
+# ── Context parallel ────────────────────────────────
+
+
+def context_parallel(per_token: bool) -> None:
+    """Each rank has its part of the tokens, and heads' labels and masks come from the other one. The local attention knows no context
+    parallel, so that the postprocessing of both models is given hidden states."""
+    with support.megatron_on_cpu(context_parallel_size=2):
+        settings = {"depths": 2, "calculate_per_token_loss": per_token}
+        own = gpt_model(**settings)
+        mine = flce.megatron.patch(support.copied(own, **settings, seed=9))
+        assert own.cp_group.size() == mine.pg_collection.cp.size() == 2
+        rank = dist.get_rank()
+        states = torch.randn(3 * support.SEQUENCE, support.BATCH, support.HIDDEN, generator=generator(4 + rank))
+        batch = Batch(seed=6 + rank)
+        given = {"input_ids": None, "position_ids": None, "rotary_pos_emb": None, "rotary_pos_cos": None, "rotary_pos_sin": None}
+        results = []
+        for model in (own, mine):
+            support.MTPLossLoggingHelper.tracker.clear()
+            leaf = states.clone().requires_grad_()
+            losses = model._postprocess(leaf, labels=batch.labels, loss_mask=batch.loss_mask, mtp_in_postprocess=False, **given)
+            batch.masked_mean(losses).backward()
+            support.MTPLossLoggingHelper.reduce_loss_in_tracker()
+            values = support.MTPLossLoggingHelper.tracker["values"].clone()
+            results.append((losses.detach(), leaf.grad, model.output_layer.weight.grad, values))
+        torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=3e-6)
+        assert len(fused_calls()) == 3
+        group = support.parallel_state.get_data_parallel_group(with_context_parallel=True)
+        counted, mask = [], batch.loss_mask
+        for _ in range(2):
+            mask, _ = support.multi_token_prediction.roll_tensor(mask, cp_group=own.cp_group)
+            total = mask.sum()
+            dist.all_reduce(total)
+            counted.append(float(total))
+        assert flce.megatron.mtp_acceptance(mine, group)[:, 1].tolist() == counted
+
+
 # ── Data parallel, with main_grad ───────────────────
 
 
@@ -196,5 +232,6 @@ if __name__ == "__main__":
     replicas = [(False, 0, False), (True, 0, False), (True, 2, True), (False, 1, True)]
     cases: list[tuple[Any, ...]] = [(tensor_parallel, *case) for case in shards]
     cases += [(processor, False, False), (processor, True, False), (processor, False, True), (depths_by_function,)]
+    cases += [(context_parallel, False), (context_parallel, True)]
     cases += [(main_grad, *case) for case in replicas]
     run_main(lambda case, *given: case(*given), lambda: cases)

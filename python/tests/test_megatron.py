@@ -435,5 +435,5 @@ def test_example_trains_and_needs_less_memory(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.nightly("python/flce/megatron", "python/flce/parallel", "python/tests/test_megatron", "python/tests/megatron")
 def test_ranks() -> None:
-    """Tensor parallel with and without sequence parallel, and data parallel with main_grad and overlapped reductions."""
-    assert cases_passed("megatron_worker.py", "2") == {2: 12}
+    """Tensor parallel with and without sequence parallel, context parallel, and data parallel with main_grad and overlapped reductions."""
+    assert cases_passed("megatron_worker.py", "2") == {2: 14}
