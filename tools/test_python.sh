@@ -23,7 +23,7 @@ declare -A groups=(
     [engine]="engine*"
     [ranks]="tensor_parallel* pipeline compat_parallel"
     [engine_ranks]="engine_*_ranks"
-    [trainers]="trl* torchtitan megatron* zero3 sentence_transformers"
+    [trainers]="trl* torchtitan* megatron* zero3 sentence_transformers"
     [examples]="engine_examples* grpo_example retrieval_example distill_example"
     [jax]="jax*"
 )
