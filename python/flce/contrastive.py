@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from flce import errors, functional
@@ -89,7 +90,7 @@ def info_nce(
     }
     rows, classes = _watched(queries, scale), documents
     if negative_log_q is not None:
-        rows, classes = _with_added(rows, documents, negative_log_q.to(torch.float32) / _number_of(scale))
+        rows, classes = _with_added(rows, documents, negative_log_q.to(torch.float32) / _number_of(scale), places.group)
     loss = _one_way(rows, classes, places.positives, scale, {**options, **places.of_documents})
     if not symmetric:
         return loss
@@ -105,6 +106,7 @@ class _Places(NamedTuple):
     queries: Tensor  # the query of each positive document: the other way's positives
     of_documents: dict[str, Any]
     of_queries: dict[str, Any]
+    group: Any = None
 
 
 def _check_some(count: int) -> None:
@@ -156,7 +158,7 @@ def _over_ranks(process_group: Any, queries: Tensor, documents: Tensor, check: C
     over = {"process_group": group, "sequence_parallel": True}
     all_queries = torch.arange(count * ranks, device=queries.device)
     of_documents = {**over, "vocab_start": starts[mine], "vocab_size": total}
-    return _Places(everyones, all_queries, of_documents, {**over, "vocab_start": mine * count, "vocab_size": ranks * count})
+    return _Places(everyones, all_queries, of_documents, {**over, "vocab_start": mine * count, "vocab_size": ranks * count}, group)
 
 
 def _check_alike(told: Sequence[tuple[int, ...]], names: Sequence[str]) -> None:
@@ -227,13 +229,16 @@ def _number_of(scale: Tensor | float) -> Any:
     return scale.detach().to(torch.float32).reshape(()) if isinstance(scale, Tensor) else float(scale)
 
 
-def _with_added(queries: Tensor, documents: Tensor, added: Tensor) -> tuple[Tensor, Tensor]:
-    """queries and documents with columns more, whose products are `added` [M]: as many numbers of the dtype as 24 bits take."""
+def _with_added(queries: Tensor, documents: Tensor, added: Tensor, group: Any) -> tuple[Tensor, Tensor]:
+    """queries and documents with columns more, whose products are `added` [M]: as many numbers of the dtype as 24 bits take. `group`: ranks
+    whose queries meet these documents, or None."""
     device = queries.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else documents.dtype
     factor = torch.ones((), device=queries.device)
     if dtype == torch.float16:  # has no number above 65504
         largest = added.abs().amax() if added.numel() else factor
+        if group is not None:
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
         factor = torch.exp2(torch.log2(largest / 2**15).ceil().clamp(0, 15))
     parts, rest = [], added / factor
     for _ in range(1 if dtype == torch.float32 else 3):

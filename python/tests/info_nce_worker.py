@@ -59,6 +59,19 @@ def equals_one_process(uneven: bool, symmetric: bool, learned: bool, drawn: bool
     close(rows.sum() / (of_queries >= 0).sum(), right)
 
 
+def large_numbers_of_documents() -> None:
+    """Numbers beyond fp16's largest on one rank alone."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    total, scale = 3 * ranks, 1e-4
+    negative_log_q = torch.rand(total, generator=generator(4), device=device()) * 2
+    negative_log_q[0] = 9.0
+    queries, documents = (torch.zeros(total, 8, device=device(), dtype=torch.float16) for _ in range(2))
+    mine = slice(3 * rank, 3 * rank + 3)
+    group = dist.group.WORLD
+    loss = flce.info_nce(queries[mine], documents[mine], scale=scale, negative_log_q=negative_log_q[mine], process_group=group)
+    close(loss, flce.info_nce(queries, documents, scale=scale, negative_log_q=negative_log_q))
+
+
 def refused_on_every_rank() -> None:
     """Differences between ranks, and a fault of one, are errors on all of them."""
     first = dist.get_rank() == 0
@@ -101,6 +114,7 @@ CASES: list[tuple[Any, ...]] = [
     *((equals_one_process, uneven, symmetric, uneven, symmetric, False) for uneven in (False, True) for symmetric in (False, True)),
     *((equals_one_process, uneven, False, learned, True, True) for uneven, learned in ((False, True), (True, False), (True, True))),
     (one_rank_has_no_documents,),
+    (large_numbers_of_documents,),
     (refused_on_every_rank,),
 ]
 

@@ -256,4 +256,4 @@ def test_refused(given: dict[str, Any], error: type[Exception], says: str) -> No
 
 
 def test_over_ranks() -> None:
-    assert cases_passed("info_nce_worker.py", "2,3") == {2: 9, 3: 9}
+    assert cases_passed("info_nce_worker.py", "2,3") == {2: 10, 3: 10}
