@@ -11,12 +11,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flce import errors, functional
+from flce.budget import MemoryBudget
 from flce.call import _op
 from flce.call._arguments import refuse_tangent
 from flce.call._checks import DTYPES, HIDDEN_MULTIPLE, TARGET_DTYPES, is_dtensor
+from flce.call._options import call_options
 from flce.call._targets import check_tensors
 from flce.core import _autograd, checks
-from flce.parallel import _parallel
+from flce.parallel import _blocks, _parallel
 
 _REDUCTIONS = ("none", "sum", "mean")
 _AS_DTENSOR = {True: " as a DTensor, where a local tensor (to_local()) is taken", False: ""}
@@ -35,6 +37,7 @@ def info_nce(
     workspace_limit_bytes: Any = None,
     retain_in_grad_weight: bool | None = None,
     batch_invariant: bool = False,
+    documents_per_block: int | None = None,
 ) -> Tensor:
     """−log softmax(scale · queries · documentsᵀ + negative_log_q) of every query at its positive document (InfoNCE, arXiv 1807.03748),
     without the [N, M] scores in memory. Embeddings are taken as they are: normalise them before, where cosines are wanted.
@@ -63,6 +66,11 @@ def info_nce(
             number of ranks. In eager mode.
         workspace_limit_bytes, retain_in_grad_weight, batch_invariant: as in `linear_cross_entropy`, whose weight is documents. With
             symmetric each of the two losses has this limit.
+        documents_per_block: for the same bits of loss and gradients on every number of ranks, a block's number of documents, of which each
+            rank has a multiple (and of queries, with symmetric). The whole batch, its order and this number have to be the same; one
+            process without process_group counts as a rank. Each block is a kernel call of its own, queries' gradient takes 12 bytes for
+            each number of all ranks' queries beside the limit, and nothing is left to backward. A learned scale's gradient is then on the
+            first rank for all of them, and 0 on the others. In eager mode, without retain_in_grad_weight and without a MemoryBudget.
 
     Returns:
         The loss.
@@ -74,6 +82,8 @@ def info_nce(
     def check() -> None:
         checks.flag("symmetric", symmetric)
         _check(queries, documents, scale, positives, negative_log_q, reduction)
+        if documents_per_block is not None:
+            _check_blocks(documents_per_block, queries, documents, symmetric, workspace_limit_bytes, retain_in_grad_weight)
 
     if process_group is None:
         check()
@@ -81,21 +91,26 @@ def info_nce(
     else:
         learned = scale if isinstance(scale, Tensor) and scale.requires_grad else None
         said = {"positives": positives, "negative_log_q": negative_log_q, "symmetric": symmetric or None, "scale's gradient": learned}
-        places = _over_ranks(process_group, queries, documents, check, said)
+        places = _over_ranks(process_group, queries, documents, check, said, documents_per_block)
     options = {
         "reduction": reduction,
         "workspace_limit_bytes": workspace_limit_bytes,
         "retain_in_grad_weight": retain_in_grad_weight,
         "batch_invariant": batch_invariant,
     }
-    rows, classes = _watched(queries, scale), documents
+    rows, classes = queries, documents
+    if documents_per_block is None:  # else blocks give the scale its gradient
+        rows = _watched(queries, scale)
     if negative_log_q is not None:
         rows, classes = _with_added(rows, documents, negative_log_q.to(torch.float32) / _number_of(scale), places.group)
-    loss = _one_way(rows, classes, places.positives, scale, {**options, **places.of_documents})
+    way = _Way(scale, queries.shape[1], documents_per_block, places, options)
+    loss = way.loss(rows, classes, places.positives, places.of_documents)
     if not symmetric:
         return loss
     own = documents[: queries.shape[0]] if positives is None else documents[positives.clamp(0, documents.shape[0] - 1).long()]
-    back = _one_way(_watched(own, scale), queries, places.queries, scale, {**options, **places.of_queries})
+    if documents_per_block is None:
+        own = _watched(own, scale)
+    back = way.loss(own, queries, places.queries, places.of_queries)
     return (loss + back) / 2
 
 
@@ -104,9 +119,17 @@ class _Places(NamedTuple):
 
     positives: Tensor
     queries: Tensor  # the query of each positive document: the other way's positives
-    of_documents: dict[str, Any]
-    of_queries: dict[str, Any]
+    of_documents: _Classes
+    of_queries: _Classes
+    rank: int = 0
     group: Any = None
+
+
+class _Classes(NamedTuple):
+    """Classes of all ranks."""
+
+    of_ranks: tuple[int, ...]
+    over: dict[str, Any]  # options of a call whose classes are this rank's
 
 
 def _check_some(count: int) -> None:
@@ -117,22 +140,25 @@ def _check_some(count: int) -> None:
 def _alone(queries: Tensor, documents: Tensor, positives: Tensor | None) -> _Places:
     _check_some(documents.shape[0])
     rows = torch.arange(queries.shape[0], device=queries.device)
+    classes = _Classes((documents.shape[0],), {}), _Classes((queries.shape[0],), {})
     if positives is None:
-        return _Places(rows, rows, {}, {})
+        return _Places(rows, rows, *classes)
     there = (positives >= 0) & (positives < documents.shape[0])
-    return _Places(positives, torch.where(there, rows, -100), {}, {})
+    return _Places(positives, torch.where(there, rows, -100), *classes)
 
 
-def _over_ranks(process_group: Any, queries: Tensor, documents: Tensor, check: Callable[[], None], said: dict[str, Any]) -> _Places:
+def _over_ranks(
+    process_group: Any, queries: Tensor, documents: Tensor, check: Callable[[], None], said: dict[str, Any], per_block: int | None
+) -> _Places:
     """`check` raises for this rank's arguments; then every rank raises. `said`: what all ranks give, or none."""
     group = _parallel.group_of(process_group)
     fault = None
-    facts = dict.fromkeys(("queries", "D", "queries' gradient", "documents' gradient", *said), 0)
+    facts = dict.fromkeys(("queries", "D", "documents_per_block", "queries' gradient", "documents' gradient", *said), 0)
     rows = 0
     try:
         check()
         learns = torch.is_grad_enabled()
-        of_queries = (*queries.shape, learns and queries.requires_grad, learns and documents.requires_grad)
+        of_queries = (*queries.shape, per_block or 0, learns and queries.requires_grad, learns and documents.requires_grad)
         facts = dict(zip(facts, (*of_queries, *(value is not None for value in said.values())), strict=True))
         rows = documents.shape[0]
     except (errors.FlceError, TypeError) as error:
@@ -157,8 +183,9 @@ def _over_ranks(process_group: Any, queries: Tensor, documents: Tensor, check: C
         everyones = _parallel.gathered(group, positives.long(), ranks)
     over = {"process_group": group, "sequence_parallel": True}
     all_queries = torch.arange(count * ranks, device=queries.device)
-    of_documents = {**over, "vocab_start": starts[mine], "vocab_size": total}
-    return _Places(everyones, all_queries, of_documents, {**over, "vocab_start": mine * count, "vocab_size": ranks * count}, group)
+    of_documents = _Classes(tuple(m for _, m, *_ in told), {**over, "vocab_start": starts[mine], "vocab_size": total})
+    of_queries = _Classes((count,) * ranks, {**over, "vocab_start": mine * count, "vocab_size": ranks * count})
+    return _Places(everyones, all_queries, of_documents, of_queries, mine, group)
 
 
 def _check_alike(told: Sequence[tuple[int, ...]], names: Sequence[str]) -> None:
@@ -168,22 +195,36 @@ def _check_alike(told: Sequence[tuple[int, ...]], names: Sequence[str]) -> None:
         raise errors.ArgumentError(f"ranks {refused} of process_group have refused their arguments of info_nce: their errors say why")
     for name, values in zip(names, zip(*(facts for _, _, *facts in told), strict=True), strict=True):
         if len(set(values)) > 1:
-            what = "has {} rows" if name == "queries" else "is {} long" if name == "D" else "is there: {}"
+            what = {"queries": "has {} rows", "D": "is {} long", "documents_per_block": "is {}, 0 for none"}.get(name, "is there: {}")
             raise errors.ShapeError(
                 f"{name} differs between the ranks of process_group ({what.format(list(values))}); each has as many queries (drop a last "
                 "batch that is shorter), of one size, and the same arguments"
             )
 
 
-def _one_way(rows: Tensor, classes: Tensor, target: Tensor, scale: Tensor | float, options: dict[str, Any]) -> Tensor:
-    if options.get("vocab_size", classes.shape[0]) == 1:
-        return _of_one_document(rows, classes, target, options["reduction"])
-    if isinstance(scale, Tensor):
-        options["temperature"] = (1 / _number_of(scale)).expand(target.shape)
-    else:
-        options["logit_scale"] = float(scale)
-    loss: Tensor = functional.linear_cross_entropy(rows, classes, target, **options)
-    return loss
+class _Way(NamedTuple):
+    """Arguments of a loss of rows among classes that both directions have."""
+
+    scale: Tensor | float
+    columns: int  # numbers of an embedding, without those that `_with_added` puts behind them
+    per_block: int | None
+    places: _Places
+    options: dict[str, Any]
+
+    def loss(self, rows: Tensor, classes: Tensor, target: Tensor, there: _Classes) -> Tensor:
+        if sum(there.of_ranks) == 1:
+            return _of_one_document(rows, classes, target, self.options["reduction"])
+        scale, options = self.scale, dict(self.options)
+        if not isinstance(scale, Tensor):
+            options["logit_scale"] = float(scale)
+        if self.per_block is not None:
+            blocks = _blocks.Blocks(self.per_block, there.of_ranks, self.places.rank, self.places.group)
+            of_call = call_options(return_loss=True, **options)
+            return _blocks.cross_entropy(rows, classes, target, scale, blocks, of_call, self.columns)
+        if isinstance(scale, Tensor):
+            options["temperature"] = (1 / _number_of(scale)).expand(target.shape)
+        loss: Tensor = functional.linear_cross_entropy(rows, classes, target, **options, **there.over)
+        return loss
 
 
 def _of_one_document(rows: Tensor, classes: Tensor, target: Tensor, reduction: str) -> Tensor:
@@ -293,6 +334,20 @@ def _check(queries: Tensor, documents: Tensor, scale: Any, positives: Tensor | N
         if negative_log_q.requires_grad:
             raise errors.ArgumentError("negative_log_q requires a gradient; it has none here, detach it")
         refuse_tangent("negative_log_q", negative_log_q)
+
+
+def _check_blocks(per_block: int, queries: Tensor, documents: Tensor, symmetric: bool, limit: Any, retain: Any) -> None:
+    checks.integer("documents_per_block", per_block, 1, ", or None")
+    for name, tensor, counts in (("documents", documents, True), ("queries", queries, symmetric)):
+        if counts and tensor.shape[0] % per_block:
+            raise errors.ShapeError(
+                f"{name} has {tensor.shape[0]} rows and documents_per_block is {per_block}; it must be a multiple of it"
+                + (" with symmetric" if name == "queries" else "")
+            )
+    if isinstance(limit, MemoryBudget):
+        raise errors.ArgumentError("workspace_limit_bytes is a MemoryBudget and documents_per_block is given; give a number of bytes")
+    if retain:
+        raise errors.ArgumentError("retain_in_grad_weight is True and documents_per_block is given; nothing is left to backward with it")
 
 
 def _check_scale(scale: Any) -> None:

@@ -59,6 +59,41 @@ def equals_one_process(uneven: bool, symmetric: bool, learned: bool, drawn: bool
     close(rows.sum() / (of_queries >= 0).sum(), right)
 
 
+def has_the_bits_of_one_process(dtype: torch.dtype, reduction: str, symmetric: bool, drawn: bool, uneven: bool) -> None:
+    """Bits of one batch, of this process alone and of 2, 3, 4, 6 or 12 ranks."""
+    ranks, rank, pairs, block = dist.get_world_size(), dist.get_rank(), 24, 2
+    total = pairs if symmetric else 2 * pairs
+    of_rank = [total // ranks] * ranks
+    if uneven:
+        of_rank = [total - block * (ranks - 1), *[block] * (ranks - 2), block]
+    queries = F.normalize(torch.randn(pairs, D, generator=generator(1), device=device()), dim=1).to(dtype).requires_grad_()
+    documents = F.normalize(torch.randn(total, D, generator=generator(2), device=device()), dim=1).to(dtype).requires_grad_()
+    positives = None if symmetric else torch.randint(0, total, (pairs,), generator=generator(3), device=device())
+    negative_log_q = torch.rand(total, generator=generator(4), device=device()) * 9 if drawn else None
+    scale = torch.tensor(13.0, device=device(), requires_grad=True)
+    options = {"symmetric": symmetric, "reduction": reduction, "documents_per_block": block}
+    right = flce.info_nce(queries, documents, scale=scale, positives=positives, negative_log_q=negative_log_q, **options)
+    above = torch.rand(right.shape, generator=generator(5), device=device())
+    whole = torch.autograd.grad(right, [queries, documents, scale], above)
+    assert all(gradient.count_nonzero() for gradient in whole)
+
+    start = sum(of_rank[:rank])
+    mine, of_documents = slice(rank * pairs // ranks, (rank + 1) * pairs // ranks), slice(start, start + of_rank[rank])
+    inputs = [queries.detach()[mine].requires_grad_(), documents.detach()[of_documents].requires_grad_(), scale]
+    loss = flce.info_nce(
+        *inputs[:2],
+        scale=scale,
+        positives=None if positives is None else positives[mine],
+        negative_log_q=None if negative_log_q is None else negative_log_q[of_documents],
+        process_group=dist.group.WORLD,
+        **options,
+    )
+    got = torch.autograd.grad(loss, inputs, above)
+    dist.all_reduce(got[2])
+    for one, other in zip((loss, *got), (right, whole[0][mine], whole[1][of_documents], whole[2]), strict=True):
+        assert torch.equal(one, other), (one, other)
+
+
 def large_numbers_of_documents() -> None:
     """Numbers beyond fp16's largest on one rank alone."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
@@ -84,6 +119,9 @@ def refused_on_every_rank() -> None:
         ({"positives": positives if first else None}, "positives differs"),
         ({"negative_log_q": numbers if first else None}, "negative_log_q differs"),
         ({"symmetric": first}, "symmetric differs"),
+        ({"documents_per_block": 1 if first else 11}, r"documents_per_block differs .*\(is \[1, .*11\], 0 for none"),
+        ({"documents_per_block": 1 if first else None}, "documents_per_block differs"),
+        ({"documents_per_block": 2 if first else 1}, "it must be a multiple" if first else r"ranks \[0\] of process_group have refused"),
         ({"queries": torch.zeros(N, D, requires_grad=first)}, "queries' gradient differs"),
         ({"documents": torch.zeros(N, D, requires_grad=first)}, "documents' gradient differs"),
         ({"scale": torch.tensor(2.0, requires_grad=first)}, "scale's gradient differs"),
@@ -113,6 +151,15 @@ def one_rank_has_no_documents() -> None:
 CASES: list[tuple[Any, ...]] = [
     *((equals_one_process, uneven, symmetric, uneven, symmetric, False) for uneven in (False, True) for symmetric in (False, True)),
     *((equals_one_process, uneven, False, learned, True, True) for uneven, learned in ((False, True), (True, False), (True, True))),
+    *(
+        (has_the_bits_of_one_process, dtype, reduction, symmetric, drawn, uneven)
+        for dtype, reduction, symmetric, drawn, uneven in (
+            (torch.float32, "mean", False, False, False),
+            (torch.float32, "none", True, False, False),
+            (torch.bfloat16, "mean", True, True, False),
+            (torch.float16, "sum", False, True, True),
+        )
+    ),
     (one_rank_has_no_documents,),
     (large_numbers_of_documents,),
     (refused_on_every_rank,),

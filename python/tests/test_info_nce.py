@@ -10,10 +10,12 @@ import torch.nn.functional as F
 from rank_support import cases_passed
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import flce
 
 N, D = 37, 24
+LIMITED = {"workspace_limit_bytes": 1 << 20}
 TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}  # relative to gradients' largest value
 FORMS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -25,6 +27,9 @@ FORMS: dict[str, dict[str, Any]] = {
     "drawn and learned": {"extra": 3, "drawn": True, "scale": "tensor", "symmetric": True},
     "both ways": {"symmetric": True, "scale": 30.0},
     "other depth": {"depth": 13, "drawn": True, "symmetric": True},
+    "blocks": {"extra": 12, "scale": "tensor", "drawn": True, "per_block": 7},
+    "blocks of one": {"scale": "tensor", "positives": "shared", "symmetric": True, "per_block": 1},
+    "one block": {"scale": 30.0, "positives": True, "depth": 13, "per_block": N},
 }
 
 
@@ -37,6 +42,8 @@ class Problem:
         documents = torch.randn(N + extra, depth, generator=generator)
         self.documents = F.normalize(documents, dim=1).to(device, dtype).requires_grad_()
         self.options: dict[str, Any] = {"symmetric": form.get("symmetric", False)}
+        if "per_block" in form:
+            self.options["documents_per_block"] = form["per_block"]
         self.scale = form.get("scale", 1.0)
         if self.scale == "tensor":
             self.scale = torch.tensor([14.3], device=device, requires_grad=True)
@@ -94,10 +101,11 @@ def test_equals_whole_scores(device: str, dtype: torch.dtype, form: str, reducti
         close(one, other, TOLERANCES[dtype] if tensor.dim() > 1 else max(2e-5, TOLERANCES[dtype] / 4))
 
 
-def test_frozen_sides_and_scale(device: str) -> None:
+@pytest.mark.parametrize("blocks", [{}, {"per_block": 7}], ids=["", "blocks"])
+def test_frozen_sides_and_scale(device: str, blocks: dict[str, int]) -> None:
     """Each has its gradient where the others have none."""
     for alone in range(3):
-        problem = Problem(device, torch.float32, scale="tensor", extra=5)
+        problem = Problem(device, torch.float32, scale="tensor", extra=5, **blocks)
         gradients = problem.right("mean")[1]
         for at, tensor in enumerate(problem.inputs()):
             tensor.requires_grad_(at == alone)
@@ -107,10 +115,12 @@ def test_frozen_sides_and_scale(device: str) -> None:
         assert not problem.loss().requires_grad
 
 
-def test_nothing_counts(device: str) -> None:
+@pytest.mark.parametrize("per_block", [None, 1])
+def test_nothing_counts(device: str, per_block: int | None) -> None:
     problem = Problem(device, torch.float32, scale="tensor")
     positives = torch.full((N,), -100, device=device)
-    loss = flce.info_nce(problem.queries, problem.documents, scale=problem.scale, positives=positives, symmetric=True)
+    options = {"symmetric": True, "documents_per_block": per_block}
+    loss = flce.info_nce(problem.queries, problem.documents, scale=problem.scale, positives=positives, **options)
     gradients = torch.autograd.grad(loss, problem.inputs())
     assert loss == 0 and not any(gradient.any() for gradient in gradients)
 
@@ -156,22 +166,24 @@ def test_numbers_of_documents_keep_24_bits(device: str, dtype: torch.dtype) -> N
             torch.testing.assert_close(loss.double(), right, rtol=2e-6, atol=2e-6)
 
 
-def test_a_scale_that_is_none_has_no_gradient(device: str) -> None:
+@pytest.mark.parametrize("per_block", [None, N])
+def test_a_scale_that_is_none_has_no_gradient(device: str, per_block: int | None) -> None:
     problem = Problem(device, torch.float32)
     for number in (0.0, -3.0, float("nan"), float("inf"), 1e-40):
         scale = torch.tensor(number, device=device, requires_grad=True)
-        loss = flce.info_nce(problem.queries, problem.documents, scale=scale)
+        loss = flce.info_nce(problem.queries, problem.documents, scale=scale, documents_per_block=per_block)
         assert loss == 0 and torch.autograd.grad(loss, scale)[0] == 0
         with pytest.raises(flce.LabelError):
             flce.check_labels()
 
 
-def test_transforms_and_derivatives_are_refused_by_name(device: str) -> None:
-    problem = Problem(device, torch.float32, scale="tensor")
+@pytest.mark.parametrize("blocks", [{}, {"per_block": 1}], ids=["", "blocks"])
+def test_transforms_and_derivatives_are_refused_by_name(device: str, blocks: dict[str, int]) -> None:
+    problem = Problem(device, torch.float32, scale="tensor", **blocks)
     queries, documents, scale = (tensor.detach() for tensor in problem.inputs())
 
     def loss(given: Tensor) -> Tensor:
-        return flce.info_nce(queries, documents, scale=given)
+        return flce.info_nce(queries, documents, scale=given, **problem.options)
 
     for transform in (torch.func.grad(lambda given: loss(given).sum()), torch.func.vmap(loss)):
         with pytest.raises(flce.UnsupportedTransformError):
@@ -180,12 +192,33 @@ def test_transforms_and_derivatives_are_refused_by_name(device: str) -> None:
         dual = torch.autograd.forward_ad.make_dual(scale, torch.ones_like(scale))
         for given in ({"scale": dual}, {"negative_log_q": dual.expand(N)}):
             with pytest.raises(flce.UnsupportedTransformError, match="tangent"):
-                flce.info_nce(queries, documents, **given)
+                flce.info_nce(queries, documents, **problem.options, **given)
         with pytest.raises(flce.UnsupportedTransformError):
-            flce.info_nce(torch.autograd.forward_ad.make_dual(queries, queries), documents, scale=problem.scale)
+            dual = torch.autograd.forward_ad.make_dual(queries, queries)
+            flce.info_nce(dual, documents, scale=problem.scale, **problem.options)
     (gradient,) = torch.autograd.grad(problem.loss(), problem.queries, create_graph=True)
     with pytest.raises(flce.UnsupportedTransformError, match="second derivatives"):
         gradient.square().sum().backward()
+
+
+def test_blocks_are_for_eager_mode_and_plain_tensors(device: str) -> None:
+    problem = Problem(device, torch.float32, scale="tensor", per_block=1)
+    right = torch.autograd.grad(problem.loss(), problem.inputs())
+    again = checkpoint(problem.loss, use_reentrant=False)
+    assert all(map(torch.equal, torch.autograd.grad(again, problem.inputs()), right))
+    with pytest.raises(Exception, match="documents_per_block is for eager mode"):
+        torch.compile(problem.loss, backend="eager", fullgraph=True)()
+    with FlopCounterMode(display=False), pytest.raises(flce.ArgumentError, match="plain tensors in eager mode"):
+        problem.loss()
+
+
+def test_a_limit_that_blocks_keep(device: str) -> None:
+    """Each block's kernel has the limit."""
+    problem = Problem(device, torch.float32, extra=12, per_block=7)
+    for one, other in zip(*(torch.autograd.grad(problem.loss(**more), problem.inputs()) for more in ({}, LIMITED)), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
+    with pytest.raises(flce.PlanError):
+        problem.loss(workspace_limit_bytes=1)
 
 
 @pytest.mark.parametrize("symmetric", [False, True])
@@ -246,6 +279,12 @@ GOOD = {"queries": torch.zeros(3, 8), "documents": torch.zeros(4, 8)}
         ({"negative_log_q": torch.zeros(4, dtype=torch.int64)}, flce.ShapeError, "torch.int64"),
         ({"symmetric": 1}, flce.DTypeError, "symmetric is 1"),
         ({"reduction": "weighted_mean"}, flce.ArgumentError, "reduction is 'weighted_mean'; allowed are 'none', 'sum', 'mean'"),
+        ({"documents_per_block": 0}, flce.ArgumentError, "documents_per_block is 0"),
+        ({"documents_per_block": 3}, flce.ShapeError, "documents has 4 rows and documents_per_block is 3; it must be a multiple of it"),
+        ({"documents_per_block": 4, "symmetric": True}, flce.ShapeError, "queries has 3 rows .* multiple of it with symmetric"),
+        ({"documents_per_block": 2, "retain_in_grad_weight": True}, flce.ArgumentError, "nothing is left to backward"),
+        ({"documents_per_block": 2, "workspace_limit_bytes": flce.MemoryBudget(1 << 20)}, flce.ArgumentError, "is a MemoryBudget"),
+        ({"documents_per_block": 2, "queries": torch.zeros(3, 8, device="meta")}, flce.ShapeError, "on meta"),
         ({"process_group": "data"}, flce.ArgumentError, "process_group is a str"),
     ],
     ids=lambda value: None if isinstance(value, dict) else "",
@@ -256,4 +295,9 @@ def test_refused(given: dict[str, Any], error: type[Exception], says: str) -> No
 
 
 def test_over_ranks() -> None:
-    assert cases_passed("info_nce_worker.py", "2,3") == {2: 10, 3: 10}
+    assert cases_passed("info_nce_worker.py", "2,3") == {2: 14, 3: 14}
+
+
+@pytest.mark.full
+def test_over_four_ranks() -> None:
+    assert cases_passed("info_nce_worker.py", "4") == {4: 14}
