@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ast
+import hashlib
 import importlib
 import inspect
 import sys
+import textwrap
 from collections import Counter
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -34,13 +38,28 @@ class Place:
     """A function of TRL's that flce stands in for."""
 
     def __init__(
-        self, module: str, name: str, parameters: str, *, experimental: bool = False, since: tuple[int, int] = OLDEST, of_head: bool = False
+        self,
+        module: str,
+        name: str,
+        parameters: str,
+        *,
+        experimental: bool = False,
+        since: tuple[int, int] = OLDEST,
+        of_head: bool = False,
+        of_class: str | None = None,
+        forms: Mapping[str, str] | None = None,
     ) -> None:
         self.module, self.name, self.parameters = module, name, parameters.split()
         self.experimental = experimental  # only where TRL's user has imported it; another form than the expected is left alone
         self.since = since  # the oldest TRL that has it
         self.of_head = of_head  # the fused head's function
+        self.of_class = of_class  # the class whose method it is
+        self.forms = forms or {}  # `form_of` this method and of others of the class that it calls, whose arithmetic is known
         self.known: Any = None
+
+    def holders(self) -> list[Any]:
+        """Owners of the function under its name, beside modules that import it."""
+        return [] if self.of_class is None or self.known is None else [getattr(sys.modules[self.module], self.of_class)]
 
     def own(self) -> Any:
         """The function. None where the module of an experimental one is not imported or has another form, and in a TRL before it. Raises
@@ -68,12 +87,16 @@ class Place:
             module, utils = importlib.import_module(self.module), importlib.import_module(_UTILS)
         except ImportError as error:
             raise errors.UnavailableError(f"TRL {version}'s fused head cannot be imported: {error}") from error
-        own = getattr(module, self.name, None)
+        holder: Any = module if self.of_class is None else getattr(module, self.of_class, None)
+        own = getattr(holder, self.name, None)
         found = [] if own is None else [*inspect.signature(getattr(own, "forward", own)).parameters]
         expected = [*(["ctx"] if isinstance(own, type) else []), *self.parameters]
         if found != expected:
             taken = ", ".join(found) or "nothing"
             raise _not_this_trl(version, f"{self.module}.{self.name} takes {taken}; {', '.join(expected)} are expected")
+        for name, form in self.forms.items():
+            if form_of(getattr(holder, name, None)) != form:
+                raise _not_this_trl(version, f"{self.module}.{self.of_class}.{name} has another body than that of {TESTED}")
         if self.of_head:
             optional = tuple(getattr(module, "OPTIONAL_OUTPUTS", ()))
             if optional != OPTIONAL_OUTPUTS:
@@ -103,6 +126,25 @@ DIVERGENCE = Place(
     "beta temperature add_tail_bucket teacher_id_idx num_teachers chunk_size",
     experimental=True,
 )
+GKD = Place(
+    "trl.experimental.gkd.gkd_trainer",
+    "compute_loss",
+    "self model inputs return_outputs num_items_in_batch",
+    experimental=True,
+    of_class="GKDTrainer",
+    forms={"compute_loss": "c6ee977d486c476e", "generalized_jsd_loss": "20d14431bc7e956a"},
+)
+
+
+def form_of(function: Callable[..., Any] | None) -> str | None:
+    """A digest of what a function's source does, without comments and its docstring; None where there is no source."""
+    try:
+        tree: Any = ast.parse(textwrap.dedent(inspect.getsource(function)))  # type: ignore[arg-type]
+    except (OSError, TypeError, SyntaxError):
+        return None
+    if ast.get_docstring(tree.body[0]) is not None:
+        del tree.body[0].body[0]
+    return hashlib.sha256(ast.unparse(tree).encode()).hexdigest()[:16]
 
 
 def trl_version() -> str:
@@ -155,14 +197,14 @@ def as_read(parameter: Tensor, dtype: torch.dtype) -> Tensor:
 def computes(what: str, hidden: Tensor, weight: Tensor, numbers: dict[str, float | None], also: str | None = None) -> bool:
     """Whether flce computes this layer; if not, logs once why TRL's own function does. `numbers`: of the logits' formula, by name. `also`:
     another reason against it."""
-    reason = _why_own(hidden, weight, numbers) or also
+    reason = why_own(hidden, weight, numbers) or also
     count(fused=reason is None)
     if reason is not None:
         say_once(f"flce.trl: TRL's own {what} computes this output layer: {reason}")
     return reason is None
 
 
-def _why_own(hidden: Tensor, weight: Tensor, numbers: dict[str, float | None]) -> str | None:
+def why_own(hidden: Tensor, weight: Tensor, numbers: dict[str, float | None]) -> str | None:
     if hasattr(weight, "ds_id"):
         return "its weight is divided by DeepSpeed's ZeRO-3, and TRL's function gathers it once more in backward"
     device = hidden.device
