@@ -65,7 +65,7 @@ def has_the_bits_of_one_process(dtype: torch.dtype, reduction: str, symmetric: b
     total = pairs if symmetric else 2 * pairs
     of_rank = [total // ranks] * ranks
     if uneven:
-        of_rank = [total - block * (ranks - 1), *[block] * (ranks - 2), block]
+        of_rank = [total - block * (ranks - 2), *[block] * (ranks - 2), 0]
     queries = F.normalize(torch.randn(pairs, D, generator=generator(1), device=device()), dim=1).to(dtype).requires_grad_()
     documents = F.normalize(torch.randn(total, D, generator=generator(2), device=device()), dim=1).to(dtype).requires_grad_()
     positives = None if symmetric else torch.randint(0, total, (pairs,), generator=generator(3), device=device())
