@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate.utils import extract_model_from_parallel
 from rank_support import default_device, generator, run_main
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -68,6 +69,48 @@ def wrapped(kind: str) -> None:
         torch.testing.assert_close(gradient * ranks, right.grad, **tolerance, msg=lambda m, n=name: f"{kind}, {n}: {m}")
 
 
+class OfTrainer:
+    """The parts of a GKDTrainer that its loss knows."""
+
+    def __init__(self, trainer: Any, teacher: Any) -> None:
+        self.compute_loss = trainer.compute_loss.__get__(self)
+        self.generalized_jsd_loss, self.teacher_model, self.accelerator, self.beta = trainer.generalized_jsd_loss, teacher, self, 0.5
+
+    def unwrap_model(self, model: Any) -> Any:
+        return extract_model_from_parallel(model)
+
+
+def distilled(kind: str) -> None:
+    """GKDTrainer's loss: flce's under DDP, TRL's own under FSDP2."""
+    from trl.experimental.gkd import GKDTrainer
+
+    own, mine, teacher = tiny_model(), tiny_model(), tiny_model()
+    with torch.no_grad():
+        teacher.lm_head.weight.mul_(5)
+    tokens = torch.randint(0, VOCAB_SIZE, (4, 12), generator=generator(7))
+    inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens.masked_fill(tokens < 9, -100)}
+    count = (inputs["labels"][:, 1:] != -100).sum()
+    expected = OfTrainer(GKDTrainer, teacher).compute_loss(own, inputs, num_items_in_batch=count)
+    expected.backward()
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    model: Any = DistributedDataParallel(mine, find_unused_parameters=True) if kind == "gkd, ddp" else fully_shard(mine)
+    before = flce.trl.calls()
+    with flce.trl.patch():
+        for _ in range(2):
+            model.zero_grad()
+            part = {name: each.chunk(ranks)[rank] for name, each in inputs.items()}
+            loss = OfTrainer(GKDTrainer, teacher).compute_loss(model, part, num_items_in_batch=count)
+            loss.backward()
+    which = "fused" if kind == "gkd, ddp" else "own"
+    assert flce.trl.calls() == {**before, which: before[which] + 2}
+    total = loss.detach()
+    dist.all_reduce(total)
+    torch.testing.assert_close(total, expected.detach(), rtol=1e-5, atol=1e-7)
+    for (name, parameter), right in zip(mine.named_parameters(), own.parameters(), strict=True):
+        gradient = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
+        torch.testing.assert_close(gradient * ranks, right.grad, rtol=2e-4, atol=2e-6, msg=lambda m, n=name: f"{kind}, {n}: {m}")
+
+
 def a_weight_over_ranks() -> None:
     """Given to the function itself, without TRL's gathering."""
     mesh = init_device_mesh(default_device().type, (dist.get_world_size(),))
@@ -83,10 +126,12 @@ def a_weight_over_ranks() -> None:
 def run(kind: str) -> None:
     if kind == "a weight over ranks":
         a_weight_over_ranks()
+    elif kind.startswith("gkd"):
+        distilled(kind)
     else:
         wrapped(kind)
 
 
 if __name__ == "__main__":
-    kinds = ("ddp", "fsdp", "fsdp, embeddings and head apart", "fsdp bf16", "a weight over ranks")
+    kinds = ("ddp", "fsdp", "fsdp, embeddings and head apart", "fsdp bf16", "a weight over ranks", "gkd, ddp", "gkd, fsdp")
     run_main(run, lambda: [(kind,) for kind in kinds])
