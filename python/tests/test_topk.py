@@ -124,9 +124,10 @@ def test_of_equal_logits_the_smaller_class_comes_first(k: int, dtype: torch.dtyp
     assert torch.allclose(made.logprobs.cpu(), rows.log_softmax(-1).gather(-1, order), atol=1e-4)
 
 
-def test_infinite_logits_and_nan(device: str) -> None:
-    hidden, weight = layer(device, torch.float32, tokens=4)
-    bias = torch.full((V,), -math.inf, device=device)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_infinite_logits_and_nan(dtype: torch.dtype, device: str) -> None:
+    hidden, weight = layer(device, dtype, tokens=4)
+    bias = torch.full((V,), -math.inf, device=device, dtype=dtype)
     bias[[5, 400, 700]] = 0.0
     made = flce.linear_topk(hidden, weight, 8, bias=bias)
     assert torch.equal(made.ids[:, :3].sort().values, torch.tensor([5, 400, 700], device=device).expand(4, 3))
@@ -136,6 +137,22 @@ def test_infinite_logits_and_nan(device: str) -> None:
     made = flce.linear_topk(hidden, weight, 8)
     assert bool(made.logprobs[2].isnan().all()) and bool(made.lse[2].isnan())
     assert bool(made.logprobs[[0, 1, 3]].isfinite().all()) and bool(((made.ids >= 0) & (made.ids < V)).all())
+
+
+@pytest.mark.parametrize("k", [3, 64])
+def test_many_tokens_with_few_classes_that_count(k: int, device: str) -> None:
+    """Tokens enough for several lists a row; all but some classes are left out, at the end, in the middle, or nowhere."""
+    hidden, weight = layer(device, torch.bfloat16, tokens=700, depth=64, classes=9001)
+    for kept in (slice(8000, 8040), slice(4000, 4070), slice(0, 9001, 150), slice(None)):
+        bias = torch.full((9001,), -math.inf, device=device, dtype=torch.bfloat16)
+        bias[kept] = 0.5
+        made = flce.linear_topk(hidden, weight, k, bias=bias)
+        logits = logits_of(hidden, weight, bias=bias)
+        order = logits.sort(dim=-1, descending=True, stable=True)
+        finite = order.values[:, :k].isfinite()
+        exact = logits.log_softmax(-1).gather(-1, made.ids)
+        assert bool((made.logprobs.isfinite() == finite).all()) and bool((made.logprobs - exact)[finite].abs().max() < 1e-3)
+        assert torch.equal(made.ids[~finite], order.indices[:, :k][~finite])
 
 
 def test_forms_of_arguments(device: str) -> None:
