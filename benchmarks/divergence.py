@@ -13,19 +13,14 @@ medians: milliseconds, the ratio to the floor, peak memory beyond inputs and the
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
 import math
-import random
 import statistics
 import sys
-import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_timing import commit, driver, timed
+from gpu_timing import add_report_arguments, behind, peak_of, reason, rounds_of, save
 from torch import Tensor
 
 import flce
@@ -111,15 +106,6 @@ def step(loss: Loss, heads: Heads) -> tuple[Tensor, tuple[Tensor, ...]]:
     return divergence.detach(), torch.autograd.grad(divergence.sum(), (heads.hidden, heads.weight))
 
 
-def peak_of(run: Callable[[], Any], gradients: int) -> int:
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    run()
-    torch.cuda.synchronize()
-    return int(torch.cuda.max_memory_allocated() - before) - gradients
-
-
 def errors_of(loss: Loss, beta: float, heads: Heads) -> dict[str, float]:
     """Errors of a few tokens, to fp64."""
     few = [each.detach()[:CHECKED] if each.shape[0] == heads.hidden.shape[0] else each.detach() for each in heads.inputs()]
@@ -158,8 +144,7 @@ def main() -> None:
     parser.add_argument("--beta", type=float, default=0.5)
     parser.add_argument("--contenders", default=",".join(CONTENDERS), help="names, separated by commas; torch has whole logits")
     parser.add_argument("--seconds", type=float, default=20, help="time to measure, about (default: 20)")
-    parser.add_argument("--commit", help="of what is measured (default: git's)")
-    parser.add_argument("--out", type=Path, help="a file for the figures as JSON")
+    add_report_arguments(parser)
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("no CUDA device")
@@ -172,18 +157,11 @@ def main() -> None:
             rows[name] = {"errors": errors_of(loss, arguments.beta, heads)}
             run = lambda loss=loss: step(loss, heads)  # noqa: E731
             run()
-            rows[name]["memory_bytes"] = peak_of(run, gradients)
+            rows[name]["memory_bytes"] = peak_of(run) - gradients
             steps[name] = run
         except Exception as error:
-            rows[name] = {"reason": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"}
-    found: list[dict[str, float]] = []
-    end, order = time.monotonic() + arguments.seconds, random.Random(0)
-    while time.monotonic() < end or len(found) < 4:
-        one = {}
-        for name in order.sample(list(steps), len(steps)):
-            steps[RETAINED_FLOOR]()
-            one[name] = timed(steps[name])
-        found.append(one)
+            rows[name] = {"reason": reason(error)}
+    found = rounds_of(steps, arguments.seconds, behind(steps[RETAINED_FLOOR], steps))
     for name in steps:
         rows.setdefault(name, {})["milliseconds"] = statistics.median(one[name] for one in found)
     for name, row in rows.items():
@@ -191,12 +169,7 @@ def main() -> None:
             row["ratio"] = row["milliseconds"] / rows[FLOOR]["milliseconds"]
         shown = {key: (f"{value:.4g}" if isinstance(value, float) else value) for key, value in row.items()}
         print(f"{name:40} {shown}", flush=True)
-    report = {
-        "gpu": torch.cuda.get_device_name(), "driver": driver(), "torch": torch.__version__, "commit": arguments.commit or commit(),
-        "date": datetime.date.today().isoformat(), "shape": arguments.shape, "beta": arguments.beta, "rounds": len(found), "rows": rows,
-    }  # fmt: skip
-    if arguments.out is not None:
-        arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+    save(arguments, {"shape": arguments.shape, "beta": arguments.beta, "rounds": len(found), "rows": rows})
 
 
 if __name__ == "__main__":

@@ -1,14 +1,20 @@
-"""Helpers for benchmarks of one GPU: the layer that they time, a step's time, and where figures come from."""
+"""Helpers for benchmarks of one GPU: the layer that they time, times and memory of steps, where figures come from, and their file."""
 
 from __future__ import annotations
 
+import argparse
+import datetime
+import json
+import random
 import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
+LEAST_ROUNDS = 4
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -50,6 +56,44 @@ def timed(step: Callable[[], object]) -> float:
     return milliseconds
 
 
+def rounds_of(
+    steps: dict[str, Callable[[], object]], seconds: float, time_of: Callable[[str], float], least: int = LEAST_ROUNDS
+) -> list[dict[str, float]]:
+    """Times of all steps, round by round, in an order drawn anew. `time_of` times the one of a name. A step that it takes out of `steps` is
+    in no further round."""
+    found: list[dict[str, float]] = []
+    end, order = time.monotonic() + seconds, random.Random(0)
+    while time.monotonic() < end or len(found) < least:
+        one = {name: time_of(name) for name in order.sample(list(steps), len(steps))}
+        found.append({name: one[name] for name in steps})  # in the order of the table
+    return found
+
+
+def behind(floor: Callable[[], object], steps: dict[str, Callable[[], object]]) -> Callable[[str], float]:
+    """Milliseconds of the step of a name right behind the floor, so that each step finds the GPU's clocks as such GEMMs leave them."""
+
+    def time_of(name: str) -> float:
+        floor()
+        return timed(steps[name])
+
+    return time_of
+
+
+def peak_of(step: Callable[[], object]) -> int:
+    """Bytes beyond what is there, at the most, that torch's allocator has in use."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    step()
+    torch.cuda.synchronize()
+    return int(torch.cuda.max_memory_allocated() - before)
+
+
+def reason(error: Exception) -> str:
+    """A failure in a line."""
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+
+
 def output(*command: str) -> str:
     """The first line that a command prints; "unknown" where there is none."""
     try:
@@ -65,3 +109,22 @@ def driver() -> str:
 
 def commit() -> str:
     return output("git", "-C", str(ROOT), "rev-parse", "--short", "HEAD")
+
+
+def add_report_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--commit", help="of what is measured (default: git's)")
+    parser.add_argument("--out", type=Path, help="a file for the figures as JSON")
+
+
+def save(arguments: argparse.Namespace, found: dict[str, Any]) -> None:
+    """Writes what was found, and where it comes from, to --out."""
+    if arguments.out is None:
+        return
+    origin = {
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "driver": driver(),
+        "torch": torch.__version__,
+        "commit": arguments.commit or commit(),
+        "date": datetime.date.today().isoformat(),
+    }
+    arguments.out.write_text(json.dumps(origin | found, indent=1) + "\n")

@@ -22,9 +22,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
 import itertools
-import json
 import random
 import statistics
 import sys
@@ -32,11 +30,10 @@ import threading
 import time
 from collections.abc import Callable
 from ctypes import byref, c_void_p, sizeof
-from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_timing import Layer, commit, driver
+from gpu_timing import Layer, add_report_arguments, save
 
 import flce
 from flce.call import _call
@@ -248,8 +245,7 @@ def main() -> None:
     parser.add_argument("--plan", action="append", default=[], metavar="PARTS", help="of flce's plan, to be replaced; may be repeated")
     parser.add_argument("--rounds", type=int, default=3, help="rows of each contender (default: 3)")
     parser.add_argument("--seconds", type=float, default=4, help="of a row (default: 4)")
-    parser.add_argument("--commit", help="of what is measured (default: git's)")
-    parser.add_argument("--out", type=Path, help="a file for the figures as JSON")
+    add_report_arguments(parser)
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("no CUDA device")
@@ -268,19 +264,8 @@ def main() -> None:
             f"{name:60} {one['milliseconds']:8.2f} {one['joules']:6.2f} {one['ratio']:6.3f} {least:6.3f}-{most:.3f} "
             f"{one['energy_ratio']:9.3f} {one['sm_clock_mhz']:6.0f} {one['power_w']:5.0f}"
         )
-    report = {
-        "gpu": torch.cuda.get_device_name(),
-        "driver": driver(),
-        "torch": torch.__version__,
-        "commit": arguments.commit or commit(),
-        "date": datetime.date.today().isoformat(),
-        "shape": arguments.shape,
-        "retain": arguments.retain,
-        "accumulate": arguments.accumulate,
-        "contenders": found,
-    }
-    if arguments.out is not None:
-        arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+    mode = {"retain": arguments.retain, "accumulate": arguments.accumulate}
+    save(arguments, {"shape": arguments.shape, **mode, "contenders": found})
 
 
 if __name__ == "__main__":

@@ -24,22 +24,18 @@ and 64 documents. Positives have a score of log M, so that the loss is near 1.
 from __future__ import annotations
 
 import argparse
-import datetime
 import importlib
-import json
 import math
-import random
 import statistics
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from gpu_timing import commit, driver, timed
+from gpu_timing import add_report_arguments, peak_of, reason, rounds_of, save, timed
 from torch import Tensor
 
 import flce
@@ -315,35 +311,16 @@ def milliseconds(step: Callable[[], Any], device: str) -> float:
     return 1e3 * (time.perf_counter() - begin)
 
 
-def peak_of(run: Callable[[], Any], gradients: int) -> int:
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    run()
-    torch.cuda.synchronize()
-    return int(torch.cuda.max_memory_allocated() - before) - gradients
-
-
-def reason(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-
-
-def rounds_of(steps: dict[str, Callable[[], Any]], rows: dict[str, Any], seconds: float, device: str) -> list[dict[str, float]]:
-    """Times of every step, round by round. A step that fails in a round is left out of all of them."""
-    found: list[dict[str, float]] = []
-    end, order = time.monotonic() + seconds, random.Random(0)
-    while time.monotonic() < end or len(found) < 4:
-        one = {}
-        for name in order.sample(list(steps), len(steps)):
-            steps[RETAINED_FLOOR]()
-            try:
-                one[name] = milliseconds(steps[name], device)
-            except torch.OutOfMemoryError as error:
-                rows[name]["reason"] = reason(error)
-                del steps[name]
-                torch.cuda.empty_cache()
-        found.append(one)
-    return found
+def time_of(name: str, steps: dict[str, Callable[[], Any]], rows: dict[str, Any], device: str) -> float:
+    """Milliseconds of a step behind the floor. A step that has no room is left out from then on."""
+    steps[RETAINED_FLOOR]()
+    try:
+        return milliseconds(steps[name], device)
+    except torch.OutOfMemoryError as error:
+        rows[name]["reason"] = reason(error)
+        del steps[name]
+        torch.cuda.empty_cache()
+        return math.nan
 
 
 def measured(form: str, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -358,15 +335,15 @@ def measured(form: str, arguments: argparse.Namespace) -> dict[str, Any]:
             rows[name] = {"errors": exact.errors(made(batch))}
             run = lambda made=made: made(batch)  # noqa: E731
             if arguments.device == "cuda":
-                rows[name]["memory_bytes"] = peak_of(run, gradients)
+                rows[name]["memory_bytes"] = peak_of(run) - gradients
             steps[name] = run
         except Exception as error:
             rows[name] = {"reason": reason(error)}
         if arguments.device == "cuda":
             torch.cuda.empty_cache()
-    found = rounds_of(steps, rows, arguments.seconds, arguments.device)
+    found = rounds_of(steps, arguments.seconds, lambda name: time_of(name, steps, rows, arguments.device))
     for name in steps:
-        rows.setdefault(name, {})["milliseconds"] = statistics.median(one[name] for one in found if name in one)
+        rows.setdefault(name, {})["milliseconds"] = statistics.median(one[name] for one in found)
     for name, count in operations(batch).items():
         rows[name]["operations"] = count
     for name, row in rows.items():
@@ -388,22 +365,16 @@ def main() -> None:
     parser.add_argument("--inf-cl", help="the folder that has Inf-CL's package, where PYTHONPATH has not")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--seconds", type=float, default=20, help="time to measure a form, about (default: 20)")
-    parser.add_argument("--commit", help="of what is measured (default: git's)")
-    parser.add_argument("--out", type=Path, help="a file for the figures as JSON")
+    add_report_arguments(parser)
     arguments = parser.parse_args()
     if arguments.device == "cuda" and not torch.cuda.is_available():
         sys.exit("no CUDA device")
     own = "its own" if open_clips_own() is not None else "written out, open_clip is not installed"
     forms: dict[str, Any] = {}
-    report = {
-        "gpu": torch.cuda.get_device_name() if arguments.device == "cuda" else None, "driver": driver(), "torch": torch.__version__,
-        "commit": arguments.commit or commit(), "date": datetime.date.today().isoformat(), "shape": arguments.shape,
-        "scale": arguments.scale, "ClipLoss": own, "forms": forms,
-    }  # fmt: skip
     for form in arguments.forms.split(","):
         forms[form] = measured(form, arguments)
-        if arguments.out is not None:  # after each, so that a run that is cut short leaves some
-            arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+        # After each, so that a run that is cut short leaves some.
+        save(arguments, {"shape": arguments.shape, "scale": arguments.scale, "ClipLoss": own, "forms": forms})
 
 
 if __name__ == "__main__":

@@ -12,15 +12,11 @@ ratio to three cuBLAS GEMMs of the same run, the ratio to torch of the same roun
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
 import os
-import random
 import statistics
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -28,7 +24,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 import jax
 import jax.numpy as jnp
 import torch
-from gpu_timing import Layer, commit, driver
+from gpu_timing import Layer, add_report_arguments, peak_of, rounds_of, save
 
 import flce
 import flce.jax
@@ -89,27 +85,12 @@ def milliseconds(step: Step, repeats: int) -> float:
     return 1e3 * (time.perf_counter() - begin) / repeats
 
 
-def peak_of(step: Step) -> int:
-    """Bytes beyond what is there, at the most, that torch's allocator has in use."""
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    step()
-    torch.cuda.synchronize()
-    return int(torch.cuda.max_memory_allocated() - before)
-
-
-def rounds_of(steps: dict[str, Step], seconds: float) -> list[dict[str, float]]:
+def measured(steps: dict[str, Step], seconds: float) -> list[dict[str, float]]:
     repeats = {}
     for name, step in steps.items():
         milliseconds(step, 2)
         repeats[name] = max(1, round(1e3 * TURN_SECONDS / milliseconds(step, 1)))
-    found: list[dict[str, float]] = []
-    end, order = time.monotonic() + seconds, random.Random(0)
-    while time.monotonic() < end or len(found) < 4:
-        one = {name: milliseconds(steps[name], repeats[name]) for name in order.sample(list(steps), len(steps))}
-        found.append({name: one[name] for name in steps})
-    return found
+    return rounds_of(steps, seconds, lambda name: milliseconds(steps[name], repeats[name]))
 
 
 def beside(rounds: list[dict[str, float]], name: str, other: str) -> dict[str, Any]:
@@ -123,8 +104,7 @@ def main() -> None:
     parser.add_argument("--shape", help=f"num_tokens x hidden_size x vocab_size (default: 4096x2048x151936; {OVERHEAD_SHAPE} for overhead)")
     parser.add_argument("--overhead", action="store_true", help="beside a CUDA graph of torch's step")
     parser.add_argument("--seconds", type=float, default=20, help="time to measure, about (default: 20)")
-    parser.add_argument("--commit", help="of what is measured (default: git's)")
-    parser.add_argument("--out", type=Path, help="a file for the figures as JSON")
+    add_report_arguments(parser)
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("no CUDA device")
@@ -139,7 +119,7 @@ def main() -> None:
         steps[f"torch, {way}"] = graph_of(of_torch) if arguments.overhead else of_torch
         steps[f"jax, {way}"], memory[f"jax, {way}"] = jax_step(layer, given)
         pairs[f"jax, {way}"] = f"torch, {way}"
-    rounds = rounds_of(steps, arguments.seconds)
+    rounds = measured(steps, arguments.seconds)
     floor = statistics.median(one[FLOOR] for one in rounds)
     rows: dict[str, Any] = {}
     for name in steps:
@@ -152,13 +132,8 @@ def main() -> None:
             else ""
         )
         print(f"{name:24} {median:9.3f} {median / floor:7.3f} {(memory.get(name) or 0) / 2**20:9.1f} MiB {more}", flush=True)
-    report = {
-        "gpu": torch.cuda.get_device_name(), "driver": driver(), "torch": torch.__version__, "jax": jax.__version__,
-        "commit": arguments.commit or commit(), "date": datetime.date.today().isoformat(), "shape": shape,
-        "torch_steps": "replayed as a CUDA graph" if arguments.overhead else "called", "rounds": len(rounds), "rows": rows,
-    }  # fmt: skip
-    if arguments.out is not None:
-        arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+    called = "replayed as a CUDA graph" if arguments.overhead else "called"
+    save(arguments, {"jax": jax.__version__, "shape": shape, "torch_steps": called, "rounds": len(rounds), "rows": rows})
 
 
 if __name__ == "__main__":

@@ -15,19 +15,14 @@ measures one layer a process: between two processes clocks drift by more than su
 from __future__ import annotations
 
 import argparse
-import datetime
 import functools
-import json
-import random
 import statistics
 import sys
-import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_timing import Layer, commit, driver, timed
+from gpu_timing import Layer, add_report_arguments, behind, rounds_of, save, timed
 
 import flce
 
@@ -85,21 +80,6 @@ def steps_of_contrast(layer: Layer) -> tuple[Step, Step]:
     return lambda **options: step(layer, **options), contrast
 
 
-def rounds_of(steps: dict[str, Callable[[], None]], gemms: Callable[[], None], seconds: float) -> list[dict[str, float]]:
-    for _ in range(2):  # compiles and warms up
-        for each in steps.values():
-            timed(each)
-    found: list[dict[str, float]] = []
-    end, order = time.monotonic() + seconds, random.Random(0)
-    while time.monotonic() < end or len(found) < 4:
-        one: dict[str, float] = {}
-        for name in order.sample(list(steps), len(steps)):
-            gemms()
-            one[name] = timed(steps[name])
-        found.append({name: one[name] for name in steps})  # in the order of the table
-    return found
-
-
 def table(rounds: list[dict[str, float]], option: str) -> dict[str, Any]:
     floor = statistics.median(one[FLOOR] for one in rounds)
     rows: dict[str, Any] = {}
@@ -147,8 +127,7 @@ def main() -> None:
     parser.add_argument("--depths", type=int, metavar="N", help="measure N hidden states that share the rows instead")
     parser.add_argument("--contrast", action="store_true", help="measure info_nce instead")
     parser.add_argument("--seconds", type=float, default=20, help="time to measure, about (default: 20)")
-    parser.add_argument("--commit", help="of what is measured (default: git's)")
-    parser.add_argument("--out", type=Path, help="a file for the figures as JSON")
+    add_report_arguments(parser)
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("no CUDA device")
@@ -158,22 +137,14 @@ def main() -> None:
     for way, memory in WAYS.items():
         steps[f"plain, {way}"] = functools.partial(plain, **memory)
         steps[f"{option}, {way}"] = functools.partial(other, **memory)
-    rounds = rounds_of(steps, layer.gemms, arguments.seconds)
+    for _ in range(2):  # compiles and warms up
+        for each in steps.values():
+            timed(each)
+    rounds = rounds_of(steps, arguments.seconds, behind(layer.gemms, steps))
     flce.check_labels()
     rows = table(rounds, option)
     show(rows)
-    report = {
-        "gpu": torch.cuda.get_device_name(),
-        "driver": driver(),
-        "torch": torch.__version__,
-        "commit": arguments.commit or commit(),
-        "date": datetime.date.today().isoformat(),
-        "shape": arguments.shape,
-        "rounds": len(rounds),
-        "rows": rows,
-    }
-    if arguments.out is not None:
-        arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+    save(arguments, {"shape": arguments.shape, "rounds": len(rounds), "rows": rows})
 
 
 if __name__ == "__main__":

@@ -12,18 +12,13 @@ that fp64 logits of 64 tokens have in the same place.
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
-import random
 import statistics
 import sys
-import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_timing import Layer, commit, driver, timed
+from gpu_timing import Layer, add_report_arguments, behind, peak_of, reason, rounds_of, save
 from torch import Tensor
 
 import flce
@@ -67,22 +62,12 @@ def right_places(find: Find, layer: Layer, k: int) -> float:
     return float((find(hidden)[1] == exact).double().mean())
 
 
-def peak_of(run: Callable[[], Any]) -> int:
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    made = run()
-    torch.cuda.synchronize()
-    return int(torch.cuda.max_memory_allocated() - before) - sum(each.nbytes for each in made)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="4096x2048x151936", help="tokens x hidden size x classes")
     parser.add_argument("--k", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=10, help="time to measure, about (default: 10)")
-    parser.add_argument("--commit", help="of what is measured (default: git's)")
-    parser.add_argument("--out", type=Path, help="a file for the figures as JSON")
+    add_report_arguments(parser)
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("no CUDA device")
@@ -95,18 +80,12 @@ def main() -> None:
     for name, find in contenders(layer, arguments.k).items():
         try:
             run = lambda find=find: find(hidden)  # noqa: E731
-            rows[name] = {"right_places": right_places(find, layer, arguments.k), "memory_bytes": peak_of(run)}
+            results = sum(each.nbytes for each in run())
+            rows[name] = {"right_places": right_places(find, layer, arguments.k), "memory_bytes": peak_of(run) - results}
             steps[name] = run
         except Exception as error:
-            rows[name] = {"reason": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"}
-    found: list[dict[str, float]] = []
-    end, order = time.monotonic() + arguments.seconds, random.Random(0)
-    while time.monotonic() < end or len(found) < 4:
-        one = {}
-        for name in order.sample(list(steps), len(steps)):
-            steps[FLOOR]()
-            one[name] = timed(steps[name])
-        found.append(one)
+            rows[name] = {"reason": reason(error)}
+    found = rounds_of(steps, arguments.seconds, behind(steps[FLOOR], steps))
     for name in steps:
         rows.setdefault(name, {})["milliseconds"] = statistics.median(one[name] for one in found)
     for name, row in rows.items():
@@ -114,12 +93,7 @@ def main() -> None:
             row["ratio"] = row["milliseconds"] / rows[FLOOR]["milliseconds"]
             row["to_forward"] = row["milliseconds"] / rows[FORWARD]["milliseconds"]
         print(f"{name:20} { {key: (f'{value:.4g}' if isinstance(value, float) else value) for key, value in row.items()} }", flush=True)
-    report = {
-        "gpu": torch.cuda.get_device_name(), "driver": driver(), "torch": torch.__version__, "commit": arguments.commit or commit(),
-        "date": datetime.date.today().isoformat(), "shape": arguments.shape, "k": arguments.k, "rounds": len(found), "rows": rows,
-    }  # fmt: skip
-    if arguments.out is not None:
-        arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+    save(arguments, {"shape": arguments.shape, "k": arguments.k, "rounds": len(found), "rows": rows})
 
 
 if __name__ == "__main__":
