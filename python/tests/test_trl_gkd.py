@@ -103,6 +103,20 @@ def own_head(made: Any) -> None:
     made.model.get_output_embeddings().register_forward_hook(lambda module, args, output: output * 2)
 
 
+def own_logits(made: Any) -> None:
+    def scaled(module: Any, args: Any, outputs: Any) -> Any:
+        outputs.logits = outputs.logits * 1.001
+        return outputs
+
+    both_losses(made)  # the first step shows a model that nothing is done to
+    made.model.register_forward_hook(scaled)
+
+
+def head_of_zeros(made: Any) -> None:
+    with torch.no_grad():
+        made.model.get_output_embeddings().weight.zero_()
+
+
 def own_config(made: Any) -> None:
     made.model.config.logit_scale = 0.5
 
@@ -127,13 +141,15 @@ def own_divergence(made: Any) -> None:
     ("change", "says"),
     [
         (own_head, "is not taken"),
-        (own_config, "not what its config says"),
+        (own_logits, "what its config says"),
+        (head_of_zeros, "does not show"),
+        (own_config, "what its config says"),
         (own_class, "OtherDivergence has a generalized_jsd_loss of its own"),
         (other_dtype, "the teacher in torch.bfloat16"),
         (near_an_end, "no digits"),
         (own_divergence, "GKDTrainer has a generalized_jsd_loss of its own"),
     ],
-    ids=["hook", "config", "subclass", "dtype", "beta", "divergence"],
+    ids=["hook", "logits", "zeros", "config", "subclass", "dtype", "beta", "divergence"],
 )
 def test_trls_own_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture, change: Any, says: str) -> None:
     made = trainer(tmp_path)

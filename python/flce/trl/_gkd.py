@@ -2,13 +2,12 @@
 which is `flce.linear_divergence` of both models' hidden states.
 
 TRL's loss takes whole logits. Both models' own forwards run here, but for their output layers, which compute two positions a sequence.
-These logits show whether a model's are what its config says of a scale and a cap.
+These logits show in every step whether a model's are what its config says of a scale and a cap.
 """
 
 from __future__ import annotations
 
 import sys
-import weakref
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +24,6 @@ from flce.trl import _own
 from flce.trl._divergence import _lie_alike, _why_not_two_heads
 
 _WHAT = "GKDTrainer.compute_loss"
-_compared: weakref.WeakKeyDictionary[Any, tuple[Any, ...]] = weakref.WeakKeyDictionary()  # options that a model's logits have shown
 
 
 class _NotComputedError(Exception):
@@ -134,16 +132,24 @@ def _states(called: Any, model: Any, head: Any, inputs: dict[str, Any]) -> _Stat
     hidden, rows = taken[0]
     options = options_of(model.config)
     scale, cap = options.get("logit_scale", 1.0), options.get("softcap")
-    if _compared.get(model) != (scale, cap):
-        expected = rows.detach().float() * scale
-        expected = expected if cap is None else cap * torch.tanh(expected / cap)
-        found = outputs.logits.detach().float()
-        close = 1e-5 if rows.dtype is torch.float32 else 2e-2
-        if found.shape != expected.shape or (found - expected).abs().max() > close * expected.abs().max():
-            raise _NotComputedError(f"the logits of {name} are not what its config says of a scale ({scale}) and a cap ({cap})")
-        _compared[model] = (scale, cap)
+    if (reason := _why_other(outputs.logits.detach().float(), rows.detach(), scale, cap)) is not None:
+        raise _NotComputedError(f"the logits of {name} {reason}")
     bias = None if head.bias is None else head.bias.to(dtypes[0])
     return _States(hidden.to(dtypes[0]), head.weight, bias, scale, cap)
+
+
+def _why_other(found: Tensor, rows: Tensor, scale: float, cap: float | None) -> str | None:
+    """Why a model's logits may not be those of its output layer, scaled and capped. In every step: a cap far above its logits shows nothing
+    until they grow. Logits that nothing is done to are equal to the last bit."""
+    expected = rows.float() * scale
+    expected = expected if cap is None else cap * torch.tanh(expected / cap)
+    close = 0.0 if scale == 1 and cap is None else 1e-5 if rows.dtype is torch.float32 else 1e-2
+    largest = expected.abs().amax()
+    if largest == 0:
+        return "are 0, which does not show what is done to others"
+    if found.shape != expected.shape or not (found - expected).abs().amax() <= close * largest:  # NaN is not close
+        return f"are not what its config says of a scale ({scale}) and a cap ({cap})"
+    return None
 
 
 def _refuse_others(student: _States, teacher: _States, formula: dict[str, Any], beta: float) -> None:
