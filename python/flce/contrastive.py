@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numbers
+import struct
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -21,6 +22,13 @@ from flce.core import _autograd, checks
 from flce.parallel import _blocks, _parallel
 
 _REDUCTIONS = ("none", "sum", "mean")
+_VALUES = ("dtype", "documents_per_block", "scale", "reduction")  # arguments that ranks tell each other as numbers
+_SAID_OF = {
+    "queries": "has {} rows",
+    "D": "is {} long",
+    "documents_per_block": "is {}, 0 for none",
+    **dict.fromkeys(("dtype", "scale", "reduction"), "is {}"),
+}
 _AS_DTENSOR = {True: " as a DTensor, where a local tensor (to_local()) is taken", False: ""}
 
 
@@ -91,7 +99,8 @@ def info_nce(
     else:
         learned = scale if isinstance(scale, Tensor) and scale.requires_grad else None
         said = {"positives": positives, "negative_log_q": negative_log_q, "symmetric": symmetric or None, "scale's gradient": learned}
-        places = _over_ranks(process_group, queries, documents, check, said, documents_per_block)
+        said |= {"scale as a tensor": scale if isinstance(scale, Tensor) else None}
+        places = _over_ranks(process_group, queries, documents, check, said, documents_per_block, scale, reduction)
     options = {
         "reduction": reduction,
         "workspace_limit_bytes": workspace_limit_bytes,
@@ -148,17 +157,29 @@ def _alone(queries: Tensor, documents: Tensor, positives: Tensor | None) -> _Pla
 
 
 def _over_ranks(
-    process_group: Any, queries: Tensor, documents: Tensor, check: Callable[[], None], said: dict[str, Any], per_block: int | None
+    process_group: Any,
+    queries: Tensor,
+    documents: Tensor,
+    check: Callable[[], None],
+    said: dict[str, Any],
+    per_block: int | None,
+    scale: Tensor | float,
+    reduction: str,
 ) -> _Places:
     """`check` raises for this rank's arguments; then every rank raises. `said`: what all ranks give, or none."""
     group = _parallel.group_of(process_group)
     fault = None
-    facts = dict.fromkeys(("queries", "D", "documents_per_block", "queries' gradient", "documents' gradient", *said), 0)
+    facts = dict.fromkeys(("queries", "D", *_VALUES, "queries' gradient", "documents' gradient", *said), 0)
     rows = 0
     try:
         check()
         learns = torch.is_grad_enabled()
-        of_queries = (*queries.shape, per_block or 0, learns and queries.requires_grad, learns and documents.requires_grad)
+        of_queries = (
+            *queries.shape,
+            *_values(queries, per_block, scale, reduction),
+            learns and queries.requires_grad,
+            learns and documents.requires_grad,
+        )
         facts = dict(zip(facts, (*of_queries, *(value is not None for value in said.values())), strict=True))
         rows = documents.shape[0]
     except (errors.FlceError, TypeError) as error:
@@ -188,6 +209,13 @@ def _over_ranks(
     return _Places(everyones, all_queries, of_documents, of_queries, mine, group)
 
 
+def _values(queries: Tensor, per_block: int | None, scale: Tensor | float, reduction: str) -> tuple[int, ...]:
+    """A number for each of _VALUES; a scale's are its bits."""
+    number = 0.0 if isinstance(scale, Tensor) else float(scale)
+    bits: int = struct.unpack("<q", struct.pack("<d", number))[0]
+    return DTYPES.index(queries.dtype), per_block or 0, bits, _REDUCTIONS.index(reduction)
+
+
 def _check_alike(told: Sequence[tuple[int, ...]], names: Sequence[str]) -> None:
     """Raises on every rank where one has refused its arguments, or where they differ in what is one for all."""
     refused = [rank for rank, (fault, *_) in enumerate(told) if fault]
@@ -195,7 +223,11 @@ def _check_alike(told: Sequence[tuple[int, ...]], names: Sequence[str]) -> None:
         raise errors.ArgumentError(f"ranks {refused} of process_group have refused their arguments of info_nce: their errors say why")
     for name, values in zip(names, zip(*(facts for _, _, *facts in told), strict=True), strict=True):
         if len(set(values)) > 1:
-            what = {"queries": "has {} rows", "D": "is {} long", "documents_per_block": "is {}, 0 for none"}.get(name, "is there: {}")
+            what = _SAID_OF.get(name, "is there: {}")
+            if name == "scale":
+                values = struct.unpack(f"<{len(values)}d", struct.pack(f"<{len(values)}q", *values))
+            if name in ("dtype", "reduction"):
+                values = tuple((DTYPES if name == "dtype" else _REDUCTIONS)[value] for value in values)
             raise errors.ShapeError(
                 f"{name} differs between the ranks of process_group ({what.format(list(values))}); each has as many queries (drop a last "
                 "batch that is shorter), of one size, and the same arguments"

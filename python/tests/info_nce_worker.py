@@ -113,12 +113,17 @@ def refused_on_every_rank() -> None:
     queries, documents = (torch.zeros(N, D, device=device()) for _ in range(2))
     positives, numbers = torch.zeros(N, dtype=torch.int64, device=device()), torch.zeros(N, device=device())
     alone = [documents[:3], documents]
+    dtypes = (torch.float32, torch.bfloat16)
     for given, says in (
         ({"queries": documents[: N - first]}, "queries differs .* rows"),
         ({"queries": torch.zeros(N, D + 8 * first), "documents": torch.zeros(N, D + 8 * first)}, "D differs"),
         ({"positives": positives if first else None}, "positives differs"),
         ({"negative_log_q": numbers if first else None}, "negative_log_q differs"),
         ({"symmetric": first}, "symmetric differs"),
+        ({"reduction": "sum" if first else "mean"}, r"reduction differs .*\(is \['sum', 'mean'"),
+        ({"scale": 2.0 if first else 3.5, "documents_per_block": 1}, r"scale differs .*\(is \[2.0, 3.5"),
+        ({"scale": torch.tensor(2.0) if first else 2.0}, "scale"),
+        ({name: torch.zeros(N, D, dtype=dtypes[first]) for name in ("queries", "documents")}, "dtype differs .*float32"),
         ({"documents_per_block": 1 if first else 11}, r"documents_per_block differs .*\(is \[1, .*11\], 0 for none"),
         ({"documents_per_block": 1 if first else None}, "documents_per_block differs"),
         ({"documents_per_block": 2 if first else 1}, "it must be a multiple" if first else r"ranks \[0\] of process_group have refused"),

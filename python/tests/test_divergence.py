@@ -217,6 +217,26 @@ def test_any_leading_dimensions(shape: tuple[int, ...], device: str) -> None:
         close(made.flatten(), right(hidden[:count], weight, teacher_hidden[:count], teacher_weight, beta=1.0)[0], 1e-5)
 
 
+@pytest.mark.parametrize("default", [torch.float64, torch.float16])
+def test_of_another_default_dtype(default: torch.dtype, device: str) -> None:
+    inputs = [each.detach() for each in heads(device, torch.float32)]
+    expected = flce.linear_divergence(*inputs, beta=0.4, temperature=2.0)
+    torch.set_default_dtype(default)
+    try:
+        made = flce.linear_divergence(*inputs, beta=0.4, temperature=2.0)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(made, expected)
+
+
+def test_a_hidden_size_of_one(device: str) -> None:
+    """[V, 1] lies in memory both ways."""
+    hidden, weight, teacher_hidden, teacher_weight = (each.detach() for each in heads(device, torch.float32, hidden_major=True))
+    narrow, column = teacher_hidden[:, :1].contiguous(), teacher_weight[:, :1].t().contiguous().t()
+    for given in ((hidden, weight, narrow, column), (narrow, column, hidden, weight)):
+        close(flce.linear_divergence(*given, beta=0.4), right(*given, beta=0.4)[0], 1e-5)
+
+
 def test_the_same_bits_twice_and_with_a_limit(device: str) -> None:
     inputs = heads(device, torch.bfloat16)
 

@@ -166,6 +166,20 @@ def test_numbers_of_documents_keep_24_bits(device: str, dtype: torch.dtype) -> N
             torch.testing.assert_close(loss.double(), right, rtol=2e-6, atol=2e-6)
 
 
+@pytest.mark.parametrize("above", [float("nan"), float("inf"), 1e30])
+@pytest.mark.parametrize("blocks", [{}, {"documents_per_block": 1}], ids=["", "blocks"])
+def test_what_reaches_a_query_that_is_left_out(device: str, blocks: dict[str, int], above: float) -> None:
+    problem = Problem(device, torch.float32, scale="tensor", positives=True)
+    out = problem.options["positives"] < 0
+    made = []
+    for number in (0.0, above):
+        upstream = torch.where(out, number, 1.0)
+        made.append(torch.autograd.grad(problem.loss(reduction="none", **blocks), problem.inputs(), upstream))
+    for got, right in zip(made[1], made[0], strict=True):
+        assert got.abs().max() > 0
+        torch.testing.assert_close(got, right)
+
+
 @pytest.mark.parametrize("per_block", [None, N])
 def test_a_scale_that_is_none_has_no_gradient(device: str, per_block: int | None) -> None:
     problem = Problem(device, torch.float32)

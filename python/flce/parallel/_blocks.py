@@ -223,9 +223,10 @@ class _Gradients:
         """A number for each row of all ranks that no element of its gradient exceeds, nor a sum of blocks' parts of it: twice the largest
         class, times what reaches the row from above, and as much again for rounding."""
         scale = self.call.number if self.number is None else self.number.double().abs().reshape(())
-        above = grad_loss.double().abs().expand(self.target.shape)
+        counts = (self.target >= 0) & (self.target < self.blocks.total)
+        above = torch.where(counts, grad_loss.double().abs(), 0.0)  # nothing reaches a row that is left out
         if self.call.options.reduction == _native.REDUCTION_MEAN:
-            above = above / ((self.target >= 0) & (self.target < self.blocks.total)).sum().clamp(min=1)
+            above = above / counts.sum().clamp(min=1)
         return above * scale * 4 * self._largest(self.classes)
 
     def _largest(self, tensor: Tensor) -> Tensor:
