@@ -109,8 +109,8 @@ def linear_divergence(
         "teacher_weight": teacher_weight,
     }
     others = {"student_bias": student_bias, "teacher_bias": teacher_bias, "temperature": temperature, "teacher_ids_map": teacher_ids_map}
-    _check_tensors(tensors, others | {"mask": mask, "token_weight": token_weight})
     asked = _parallel.asked(process_group=process_group, vocab_start=vocab_start, vocab_size=vocab_size)
+    _check_tensors(tensors, others | {"mask": mask, "token_weight": token_weight}, over_ranks=asked is not None)
     if asked is not None and teacher_ids_map is not None:
         raise errors.ArgumentError(
             "teacher_ids_map is given with process_group: a class of the student's may be another rank's of the teacher's; gather the "
@@ -130,7 +130,7 @@ def linear_divergence(
     divergence, _, entropies, _ = _divergence.run(
         *_padded(student_hidden, student_weight),
         *_padded(teacher_hidden, teacher_weight.detach()),
-        _targets(mask, tokens, student_hidden.device),
+        None if mask is None else torch.where(mask.reshape(-1), 0, _divergence.IGNORED),
         student_bias,
         None if teacher_bias is None else teacher_bias.detach(),
         per_token.get("temperature"),
@@ -173,7 +173,7 @@ def is_mixture(beta: float) -> bool:
     return LEAST_MIXTURE <= beta <= 1 - LEAST_MIXTURE
 
 
-def _check_tensors(heads: dict[str, Tensor], others: dict[str, Any]) -> None:
+def _check_tensors(heads: dict[str, Tensor], others: dict[str, Any], over_ranks: bool) -> None:
     """Refuses what is no local, dense tensor, and tangents that would be dropped."""
     for name, given in heads.items():
         if given is None:
@@ -181,7 +181,7 @@ def _check_tensors(heads: dict[str, Tensor], others: dict[str, Any]) -> None:
     tensors = heads | {name: given for name, given in others.items() if name.endswith(("_bias", "_map")) or isinstance(given, Tensor)}
     check_tensors(**tensors)
     for name, given in tensors.items():
-        refuse_dtensor(name, given)
+        refuse_dtensor(name, given, over_ranks)
         if given is not None and name != "token_weight":
             refuse_tangent(name, given)
 
@@ -247,8 +247,9 @@ def _check_heads(tensors: dict[str, Tensor], student_bias: Tensor | None, teache
             f"teacher_weight has {tensors['teacher_weight'].shape[0]} classes and student_weight {weight.shape[0]}; they must be the same "
             "classes (slice off rows that only pad a vocabulary), or teacher_ids_map says which they are"
         )
-    # A branch each: the tracer of torch.compile does not compare two symbolic answers.
-    if len({"[D, V]" if is_hidden_major(each) else "[V, D]" for each in (tensors["teacher_weight"], weight)}) > 1:
+    # A branch each: the tracer of torch.compile does not compare two symbolic answers. One row or column lies in both ways.
+    apart = [each for each in (tensors["teacher_weight"], weight) if min(each.shape) > 1]
+    if len({"[D, V]" if is_hidden_major(each) else "[V, D]" for each in apart}) > 1:
         raise errors.ArgumentError(
             "teacher_weight and student_weight lie in memory in different ways, one as [V, D] and one as the view of a [D, V]; copy them: "
             "student_weight.contiguous() and teacher_weight.contiguous()"
@@ -282,7 +283,7 @@ def _per_token(tokens: torch.Size, device: torch.device, *, temperature: Any, ma
     else:
         _check_number("temperature", temperature, 2.0**-100, 2.0**100)
         if temperature != 1:
-            made["temperature"] = torch.full((tokens.numel(),), float(temperature), device=device)
+            made["temperature"] = torch.full((tokens.numel(),), float(temperature), dtype=torch.float32, device=device)
     for name, given in (("mask", mask), ("token_weight", token_weight)):
         if given is not None and not isinstance(given, Tensor):
             raise errors.DTypeError(f"{name} is a {type(given).__name__}; it must be a tensor")
@@ -321,10 +322,3 @@ def _padded(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         return hidden, weight
     wide = F.pad(weight.t(), (0, 0, 0, missing)).t() if is_hidden_major(weight) else F.pad(weight, (0, missing))
     return F.pad(hidden, (0, missing)), wide
-
-
-def _targets(mask: Tensor | None, tokens: torch.Size, device: torch.device) -> Tensor:
-    """A class for tokens that count: any."""
-    if mask is None:
-        return torch.zeros(tokens.numel(), dtype=torch.int64, device=device)
-    return torch.where(mask.reshape(-1), 0, _divergence.IGNORED)

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from flce import errors
 from flce.call import _heads, _spec_text
-from flce.call._arguments import check_inputs, check_temperature
-from flce.call._checks import HIDDEN_MULTIPLE
+from flce.call._arguments import check_inputs, check_temperature, refuse_dtensor, refuse_tangent
+from flce.call._checks import DTYPES, HIDDEN_MULTIPLE
 from flce.call._targets import check_tensors
 from flce.core import _autograd, checks
 from flce.core._frame import is_hidden_major
@@ -74,23 +74,28 @@ def linear_topk(
         raise errors.UnsupportedTransformError("flce.linear_topk is called under a transform of torch.func, which it does not have")
     if isinstance(weight, nn.Module):
         weight, bias = _heads.of_linear(weight, bias)
-    checks.integer("k", k, 1)
+    k = int(checks.integer("k", k, 1))
     asked = _parallel.asked(process_group=process_group, vocab_start=vocab_start, vocab_size=vocab_size)
-    check_tensors(hidden=hidden, weight=weight, bias=bias)
-    for name, given in (("hidden", hidden), ("weight", weight)):
-        if given is None:
+    check_tensors(hidden=hidden, weight=weight, bias=bias, **({"temperature": temperature} if isinstance(temperature, Tensor) else {}))
+    for name, tensor in (("hidden", hidden), ("weight", weight)):
+        if tensor is None:
             raise errors.DTypeError(f"{name} is None; it must be a tensor")
-    hidden, weight = _autocast(hidden, weight)
+        refuse_tangent(name, tensor)
+    tensors: dict[str, Any] = {"hidden": hidden, "weight": weight, "bias": bias, "temperature": temperature}
+    for name, given in tensors.items():
+        refuse_dtensor(name, given, over_ranks=asked is not None)
+    hidden, weight, bias = _autocast(hidden, weight, bias)
     tokens = hidden.shape[:-1]
     target = torch.zeros(tokens, dtype=torch.int64, device=hidden.device)
+    for name, given in {"weight": weight, "bias": bias}.items():
+        if given is not None and given.dtype is not hidden.dtype and hidden.dtype in DTYPES:
+            raise errors.DTypeError(f"{name} has dtype {given.dtype}; it must be hidden's: convert it with {name}.to({hidden.dtype})")
     check_inputs(hidden, weight, target, bias, None)
-    if weight.dtype is not hidden.dtype or (bias is not None and bias.dtype is not hidden.dtype):
-        wrong = weight if weight.dtype is not hidden.dtype else bias
-        assert wrong is not None
-        name = "weight" if wrong is weight else "bias"
-        raise errors.DTypeError(f"{name} has dtype {wrong.dtype}; it must be hidden's: convert it with {name}.to({hidden.dtype})")
+    if weight.shape[1] == 0:
+        raise errors.ShapeError(f"weight has shape {list(weight.shape)}; its hidden_size must be 1 or more")
     if k > MOST_TOP_K or (asked is None and k > weight.shape[0]):
-        raise errors.ArgumentError(f"k is {k}; it must be from 1 to {MOST_TOP_K}, and no more than the {weight.shape[0]} classes")
+        classes = "all ranks' classes" if asked is not None else f"the {weight.shape[0]} classes"
+        raise errors.ArgumentError(f"k is {k}; it must be from 1 to {MOST_TOP_K}, and no more than {classes}")
     options = _spec_text.spec_text(("lse",), logit_scale=logit_scale, softcap=softcap, batch_invariant=batch_invariant)
     with torch.no_grad():
         hidden, weight = _padded(hidden, weight)
@@ -108,12 +113,13 @@ def linear_topk(
     return TopK(logprobs.view(*tokens, k), ids.view(*tokens, k), lse.view(tokens))
 
 
-def _autocast(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+def _autocast(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
     device_type = hidden.device.type
     if device_type not in ("cpu", "cuda") or not torch.is_autocast_enabled(device_type):
-        return hidden, weight
+        return hidden, weight, bias
     dtype = torch.get_autocast_dtype(device_type)
-    return hidden.to(dtype), weight.to(dtype)
+    hidden, weight = (each.to(dtype) if each.dtype in DTYPES else each for each in (hidden, weight))
+    return hidden, weight, bias.to(dtype) if bias is not None and bias.dtype in DTYPES else bias
 
 
 def _padded(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -132,9 +138,13 @@ def _temperatures(given: Tensor | float | None, target: Tensor) -> Tensor | None
     if given is None:
         return None
     if isinstance(given, Tensor):
+        if given.shape != target.shape:
+            raise errors.ShapeError(
+                f"temperature has shape {list(given.shape)}; it must be hidden's without the last, {list(target.shape)}"
+            )
         check_temperature(given, target)
         return given.reshape(-1)
     number = _spec_text.number("temperature", given)
     if not checks.LEAST_TEMPERATURE <= number <= checks.MOST_TEMPERATURE:
         raise errors.ArgumentError(f"temperature is {given}; it must be from 2^-100 to 2^100")
-    return None if number == 1 else torch.full((target.numel(),), number, device=target.device)
+    return None if number == 1 else torch.full((target.numel(),), number, dtype=torch.float32, device=target.device)

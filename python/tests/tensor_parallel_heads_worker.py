@@ -142,12 +142,12 @@ def divergence(beta: float, dtype: torch.dtype, form: str) -> None:
         close(part.grad, layer.mine(right.grad), dtype)
 
 
-def divergence_of_no_class() -> None:
-    """Ranks without a class, and rows that pad the vocabulary."""
+def divergence_of_few_classes(of_rank: int) -> None:
+    """Ranks without a class or with one, and rows that pad the vocabulary."""
     layer, teacher = Layer(), Layer(seed=5)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     classes = layer.weight.shape[0] - 20
-    rows = slice(0, None) if rank == ranks - 1 else slice(0, 0)
+    rows = slice(rank * of_rank, None if rank == ranks - 1 else (rank + 1) * of_rank)
     parts = (layer.weight[rows], teacher.weight[rows])
     for beta in (0.0, 0.4):
         expected = flce.linear_divergence(layer.hidden, layer.weight[:classes], teacher.hidden, teacher.weight[:classes], beta=beta)
@@ -156,6 +156,30 @@ def divergence_of_no_class() -> None:
         found.sum().backward()
         same_on_every_rank(found, hidden.grad)
         close(found, expected)
+
+
+def given_on_some_ranks(warm: bool) -> None:
+    """Arguments of one rank alone are refused on all, also where ranks have agreed on the layer without them."""
+    layer, teacher, first = Layer(), Layer(seed=5), dist.get_rank() == 0
+    heads = (layer.hidden, layer.mine(layer.weight))
+
+    def divergence_of(**given: Any) -> Any:
+        return flce.linear_divergence(*heads, teacher.hidden, layer.mine(teacher.weight), beta=0.4, process_group=layer.group, **given)
+
+    def top_k_of(**given: Any) -> Any:
+        return flce.linear_topk(*heads, 3, process_group=layer.group, **given)
+
+    for call, names in ((top_k_of, ("temperature", "bias")), (divergence_of, ("temperature", "student_bias", "teacher_bias", "mask"))):
+        if warm:
+            call()
+        for name in names:
+            value = {"temperature": 2.0, "mask": layer.target >= 0}.get(name, layer.mine(layer.bias))
+            try:
+                call(**({name: value} if first else {}))
+            except flce.PlacementError as error:
+                assert "differs between ranks" in str(error), error
+            else:
+                raise AssertionError(f"{name} of one rank was taken")
 
 
 def top_k(k: int, dtype: torch.dtype) -> None:
@@ -177,7 +201,8 @@ def top_k(k: int, dtype: torch.dtype) -> None:
 CASES: list[tuple[Any, ...]] = [
     *((divergence, beta, torch.float32, form) for beta in (0.0, 0.4, 1.0) for form in ("plain", "everything", "hidden-major")),
     *((divergence, beta, torch.bfloat16, "everything") for beta in (0.0, 0.4, 1.0)),
-    (divergence_of_no_class,),
+    *((divergence_of_few_classes, of_rank) for of_rank in (0, 1)),
+    *((given_on_some_ranks, warm) for warm in (False, True)),
     *((top_k, k, dtype) for k in (1, 64, 150) for dtype in (torch.float32, torch.bfloat16)),
     *((distillation, share) for share in (0.0, 0.4)),
     *((distillation_over_tokens, form) for form in ("plain", "second dimension", "DTensors")),

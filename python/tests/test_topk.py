@@ -173,6 +173,29 @@ def test_forms_of_arguments(device: str) -> None:
     assert none.ids.shape == (0, 5) and none.lse.shape == (0,)
 
 
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16])
+def test_of_another_default_dtype(default: torch.dtype, device: str) -> None:
+    hidden, weight = layer(device, torch.float32)
+    expected = flce.linear_topk(hidden, weight, 5, temperature=2.0)
+    torch.set_default_dtype(default)
+    try:
+        made = flce.linear_topk(hidden, weight, 5, temperature=2.0)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(made.ids, expected.ids) and torch.equal(made.lse, expected.lse)
+
+
+def test_under_autocast(device: str) -> None:
+    hidden, weight = layer(device, torch.float32)
+    linear = torch.nn.Linear(D, V, device=device)
+    given = [each.detach().bfloat16() for each in (hidden, linear.weight, linear.bias)]
+    expected = flce.linear_topk(*given[:2], 5, bias=given[2])
+    with torch.autocast(device, torch.bfloat16):
+        assert torch.equal(flce.linear_topk(hidden, linear, 5).ids, expected.ids)
+        with pytest.raises(flce.DTypeError, match="float64"):
+            flce.linear_topk(hidden.double(), weight.double(), 5)
+
+
 def test_a_temperature_out_of_range_is_reported(device: str) -> None:
     hidden, weight = layer(device, torch.bfloat16, tokens=5)
     temperature = torch.ones(5, device=device)
@@ -198,6 +221,9 @@ def test_compiled(device: str) -> None:
     expected = flce.linear_topk(hidden, weight, 6)
     assert torch.equal(compiled(hidden).ids, expected.ids)
     assert torch.equal(compiled(hidden[:11]).logprobs, flce.linear_topk(hidden[:11], weight, 6).logprobs)
+    of_any = torch.compile(lambda h, k: flce.linear_topk(h, weight, k).ids, fullgraph=True, backend="aot_eager")
+    for k in (3, 4, 5):
+        assert torch.equal(of_any(hidden, k), flce.linear_topk(hidden, weight, k).ids)
 
 
 @pytest.mark.gpu
@@ -230,9 +256,11 @@ def test_feeds_a_distillation(device: str) -> None:
         ({"k": 2.0}, flce.ArgumentError, "k is 2.0"),
         ({"weight": torch.zeros(V, D)}, flce.DTypeError, "weight.to"),
         ({"bias": torch.zeros(V)}, flce.DTypeError, "bias.to"),
+        ({"weight": torch.zeros(V, 0, dtype=torch.bfloat16)}, flce.ShapeError, "weight"),
+        ({"temperature": torch.ones(N).to_sparse()}, flce.ArgumentError, "dense"),
         ({"weight": torch.zeros(D, V, dtype=torch.bfloat16)}, flce.ShapeError, "transposed"),
         ({"temperature": 0.0}, flce.ArgumentError, "temperature"),
-        ({"temperature": torch.ones(N)[:, None]}, flce.ShapeError, "temperature"),
+        ({"temperature": torch.ones(N)[:, None]}, flce.ShapeError, "temperature has shape .* hidden's without the last"),
         ({"softcap": -1.0}, flce.SpecError, "softcap"),
         ({"vocab_start": 0}, flce.ArgumentError, "process_group"),
         ({"workspace_limit_bytes": 1000}, flce.PlanError, "bytes"),

@@ -91,7 +91,13 @@ def _check_place(name: str, tensor: Tensor, device: torch.device) -> None:
         raise errors.PlacementError(f"{name} is on {tensor.device}; it must be on hidden's device, {device}")
 
 
-def refuse_dtensor(name: str, tensor: Any) -> None:
+def refuse_dtensor(name: str, tensor: Any, over_ranks: bool = False) -> None:
+    """`over_ranks`: a process_group is given."""
+    if over_ranks and is_dtensor(tensor):
+        raise errors.PlacementError(
+            f"{name} is a DTensor with placements {list(tensor.placements)}; beside process_group it must be a plain tensor: give "
+            "to_local(), which for weights and biases is this rank's part of the classes"
+        )
     if is_dtensor(tensor):
         raise errors.PlacementError(
             f"{name} is a DTensor with placements {list(tensor.placements)}; it must be a whole, local tensor: "

@@ -26,21 +26,26 @@ class _Heads(NamedTuple):
     weight: Tensor
     teacher_hidden: Tensor
     teacher_weight: Tensor
-    target: Tensor
+    target: Tensor | None  # IGNORED where a token is left out; None: all count
     bias: Tensor | None
     teacher_bias: Tensor | None
     temperature: Tensor | None
 
     def place(self, options: str, parallel: str, *, backward: bool = False) -> _passes.Place | None:
-        of_tokens = {"target": self.target, "temperature": self.temperature}
-        return _passes.place_of(parallel, self.hidden, self.weight, of_tokens, options, backward=backward)
+        of_tokens = {"mask": self.targets(), "temperature": self.temperature}
+        given = {"mask": self.target is not None, "temperature": self.temperature is not None, "student_bias": self.bias is not None}
+        return _passes.place_of(parallel, self.hidden, self.weight, of_tokens, options, given, backward=backward)
+
+    def targets(self) -> Tensor:
+        """A class for tokens that count: any."""
+        return self.hidden.new_zeros(self.hidden.shape[0], dtype=torch.int64) if self.target is None else self.target
 
     def kernel(self, options: str, workspace_limit_bytes: int, place: _passes.Place | None) -> _kernels.LoadedKernel:
         given = {"bias": self.bias is not None, "temperature": self.temperature is not None}
         return _passes.kernel_of(self.hidden, self.weight, options, workspace_limit_bytes, place, **given)
 
     def as_read(self) -> dict[str, Tensor]:
-        return _passes.as_read(self._asdict(), self.weight)
+        return _passes.as_read(self._replace(target=self.targets())._asdict(), self.weight)
 
 
 def _forward_kernel(*given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -116,7 +121,7 @@ def _backward_fake(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 _HEADS = (
-    "Tensor hidden, Tensor weight, Tensor teacher_hidden, Tensor teacher_weight, Tensor target, Tensor? bias, Tensor? teacher_bias, "
+    "Tensor hidden, Tensor weight, Tensor teacher_hidden, Tensor teacher_weight, Tensor? target, Tensor? bias, Tensor? teacher_bias, "
     "Tensor? temperature, str options, int workspace_limit_bytes, str parallel"
 )
 _MADE = "(Tensor divergence, Tensor saved, Tensor entropies, Tensor retained)"

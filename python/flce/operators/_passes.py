@@ -27,14 +27,23 @@ class Place(NamedTuple):
 
 
 def place_of(
-    parallel: str, hidden: Tensor, weight: Tensor, of_tokens: dict[str, Tensor | None], options: str, *, backward: bool = False
+    parallel: str,
+    hidden: Tensor,
+    weight: Tensor,
+    of_tokens: dict[str, Tensor | None],
+    options: str,
+    there: Mapping[str, bool],
+    *,
+    backward: bool = False,
 ) -> Place | None:
-    """None where the weight is whole. All ranks call at the same time; `options`, shapes and `of_tokens` have to be the same on all."""
+    """None where the weight is whole. All ranks call at the same time; `options`, shapes, `of_tokens` and `there`, whether an argument is
+    given, have to be the same on all."""
     given = Parallel.of_text(parallel)
     if given is None:
         return None
     group = given.resolved()
-    layer = (("hidden_size", hidden.shape[1]), ("hidden's dtype", str(hidden.dtype)), ("the options", options))
+    given_there = ((f"whether {name} is given", is_there) for name, is_there in there.items())
+    layer = (("hidden_size", hidden.shape[1]), ("hidden's dtype", str(hidden.dtype)), ("the options", options), *given_there)
     return Place(given, group, _layouts.shard_of(group, given, weight, of_tokens, layer, backward=backward))
 
 

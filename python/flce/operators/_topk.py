@@ -19,8 +19,8 @@ _SCHEMAS = {
 def _forward_kernel(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
     hidden, weight, target, bias, temperature, options, k, workspace_limit_bytes, parallel = given
     of_tokens = {"target": target, "temperature": temperature}
-    place = _passes.place_of(parallel, hidden, weight, of_tokens, options)
     there = {"bias": bias is not None, "temperature": temperature is not None}
+    place = _passes.place_of(parallel, hidden, weight, of_tokens, options, there)
     kernel = _passes.kernel_of(hidden, weight, options, workspace_limit_bytes, place, **there)
     num_tokens = hidden.shape[0]
     logprobs, lse = kernel.new_floats((num_tokens, k)), kernel.new_floats(num_tokens)

@@ -83,10 +83,9 @@ def shard_of(
     if backward and len(agreed.shards) == 1:
         return next(iter(agreed.shards.values()))
     capturing = weight.is_cuda and torch.cuda.is_current_stream_capturing()
-    target = tokens["target"]
-    assert target is not None
+    first = next(each for each in tokens.values() if each is not None)
     place = (weight.shape[0], min(parallel.vocab_start, _MOST), parallel.all_rows)
-    everyone = told_by_hosts(group, (agreed.digest, len(agreed.shards), target.shape[0], int(capturing), *place))
+    everyone = told_by_hosts(group, (agreed.digest, len(agreed.shards), first.shape[0], int(capturing), *place))
     places = tuple(numbers[4:] for numbers in everyone)
     if all(numbers[:3] == everyone[0][:3] for numbers in everyone) and (shard := agreed.shards.get(places)) is not None:
         return shard
