@@ -94,7 +94,7 @@ def batches_of_sequences() -> None:
 
 
 def refused_placements() -> None:
-    layer = Layer(even=True)
+    layer = Layer(even=200)
     group = mesh().get_group()
     whole = distribute_tensor(layer.weight, mesh(), [Replicate()])
     columns = distribute_tensor(layer.weight, mesh(), [Shard(1)])
@@ -289,7 +289,7 @@ def bf16_and_inductor() -> None:
 
 def parallelized_module(in_graph: bool) -> None:
     """A head that torch's parallelize_module has sharded, through the loss for trainers, with an optimizer's step."""
-    layer = Layer(even=True)
+    layer = Layer(even=200)
     head = nn.Linear(HIDDEN, layer.weight.shape[0], bias=False)
     with torch.no_grad():
         head.weight.copy_(layer.weight)
