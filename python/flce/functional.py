@@ -359,8 +359,9 @@ def linear_topk_distillation(hidden: Tensor, weight: _Head, teacher_ids: Tensor,
             softmax, so that teacher_ids and teacher_probs stay where they are.
         return_lse, return_entropy: as there. return_teacher_logprobs: also return log p(id_k), [..., K] fp32, 0 at no class and for ignored
             rows, not differentiable.
-        The others as in `linear_cross_entropy`. A temperature divides these logits alone: raise teacher_probs to it before the call, and
-        multiply the loss by its square, where that is wanted. z_loss is added, and token_weight multiplies the whole.
+        The others as in `linear_cross_entropy`. A temperature divides these logits alone: teacher_probs are at it already, as
+            `linear_topk` of this temperature has them. Multiply the loss by its square where that is wanted. z_loss is added, and
+            token_weight multiplies the whole.
 
     Returns:
         loss, or (loss, lse, entropy, teacher_logprobs) with those that were asked for.

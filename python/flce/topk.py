@@ -61,7 +61,8 @@ def linear_topk(
         batch_invariant: a token's results have the same bits in whichever batch it is; on a CPU, a PlanError elsewhere.
         process_group, vocab_start, vocab_size: as there, for a vocabulary that lies over ranks: weight and bias are this rank's part, plain
             tensors; results are the same bits on every rank.
-        workspace_limit_bytes: the most memory beyond inputs and results. None: 64 MiB.
+        workspace_limit_bytes: the most memory beyond inputs and results. None: 64 MiB. A D that is no multiple of 8 costs a copy of the
+            weight beside it.
 
     Returns:
         TopK(logprobs [..., k] fp32, ids [..., k] int64, lse [...] fp32): the largest logit first, of equal logits the smaller class. A
