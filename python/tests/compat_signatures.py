@@ -122,6 +122,19 @@ RELEASED = [
         "liger_kernel/ops/fused_linear_cross_entropy.py",
         "LigerFusedLinearCrossEntropyFunction.forward",
     ),
+    StandIn(
+        liger.LigerFusedLinearJSD.__init__, "liger-kernel", "liger_kernel/transformers/fused_linear_jsd.py", "LigerFusedLinearJSD.__init__"
+    ),
+    StandIn(
+        liger.LigerFusedLinearJSD.forward, "liger-kernel", "liger_kernel/transformers/fused_linear_jsd.py", "LigerFusedLinearJSD.forward"
+    ),
+    StandIn(liger.liger_fused_linear_jsd, "liger-kernel", _FUNCTIONAL, "liger_fused_linear_jsd"),
+    StandIn(
+        liger.LigerFusedLinearJSDFunction.apply,
+        "liger-kernel",
+        "liger_kernel/ops/fused_linear_jsd.py",
+        "LigerFusedLinearJSDFunction.forward",
+    ),
     StandIn(quack.chunked_linear_cross_entropy, "quack-kernels", "quack/linear_cross_entropy.py", "chunked_linear_cross_entropy"),
     StandIn(
         sentence_transformers.MultipleNegativesRankingLoss.__init__,

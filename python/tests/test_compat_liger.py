@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -15,7 +16,10 @@ from flce.compat.liger import (
     CrossEntropyOutput,
     LigerFusedLinearCrossEntropyFunction,
     LigerFusedLinearCrossEntropyLoss,
+    LigerFusedLinearJSD,
+    LigerFusedLinearJSDFunction,
     liger_fused_linear_cross_entropy,
+    liger_fused_linear_jsd,
 )
 
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -249,3 +253,54 @@ def test_class_weights_may_be_of_any_floating_dtype(device: str) -> None:
         for dtype in (torch.bfloat16, torch.float32, torch.float64)
     ]
     assert torch.equal(losses[0], losses[1]) and torch.equal(losses[0], losses[2])
+
+
+def jsd(student: Layer, teacher: Layer, labels: Tensor | None, beta: float, temperature: float = 1.0, ignore_index: int = -100) -> Tensor:
+    """Mean of the divergences in fp64."""
+    of_student, of_teacher = (layer.logits(temperature=temperature).log_softmax(-1) for layer in (student, teacher))
+    of_teacher = of_teacher.detach()
+    if beta == 0:
+        rows = of_teacher.exp() * (of_teacher - of_student)
+    elif beta == 1:
+        rows = of_student.exp() * (of_student - of_teacher)
+    else:
+        mixture = torch.logaddexp(of_teacher + math.log(beta), of_student + math.log(1 - beta))
+        rows = beta * of_teacher.exp() * (of_teacher - mixture) + (1 - beta) * of_student.exp() * (of_student - mixture)
+    counts = torch.ones(rows.shape[0], dtype=torch.bool) if labels is None else labels != ignore_index
+    return rows.sum(-1)[counts.to(rows.device)].sum() / counts.sum().clamp(min=1)
+
+
+@dtypes
+@pytest.mark.parametrize("beta", [0.0, 0.1, 0.5, 1.0])
+@pytest.mark.parametrize("labelled", [False, True])
+def test_divergence_of_two_heads(dtype: torch.dtype, beta: float, labelled: bool, device: str) -> None:
+    student, teacher = make_layer(device, dtype), make_layer(device, dtype, hidden_size=57)
+    teacher.hidden.data.mul_(0.7)
+    exact, of_teacher = student.in_double(), teacher.in_double()
+    labels = student.target if labelled else None
+    given = (student.hidden, student.weight, teacher.hidden, teacher.weight)
+    right = jsd(exact, of_teacher, labels, beta, 1.7)
+    for loss in (
+        liger_fused_linear_jsd(*given, labels, beta, temperature=1.7),
+        LigerFusedLinearJSD(beta, temperature=1.7)(*given, labels),
+        LigerFusedLinearJSDFunction.apply(*given, labels, beta, -100, 1.7, torch.float32, "nvidia-triton", "default"),
+    ):
+        assert loss.dtype is torch.float32 and loss.dim() == 0
+        assert_close(loss, right, dtype, "divergence", output=True, factor=4.0)
+    check_gradients([loss], [right], student, exact)
+    assert teacher.hidden.grad is None and teacher.weight.grad is None
+
+
+def test_divergence_of_nothing_and_of_other_ignored_labels(device: str) -> None:
+    student, teacher = make_layer(device), make_layer(device, hidden_size=57)
+    given = (student.hidden, student.weight, teacher.hidden, teacher.weight)
+    loss = liger_fused_linear_jsd(*given, torch.full_like(student.target, -100))
+    assert loss == 0 and not torch.autograd.grad(loss, student.hidden)[0].any()
+    labels = student.target.clamp(min=0)
+    labels[::3] = 7
+    right = jsd(student.in_double(), teacher.in_double(), labels, 0.5, ignore_index=7)
+    assert_close(liger_fused_linear_jsd(*given, labels, ignore_index=7), right, torch.float32, "divergence", output=True, factor=4.0)
+    with pytest.raises(AssertionError, match="shift_labels has shape"):
+        liger_fused_linear_jsd(*given, labels[:-1])
+    with pytest.raises(AssertionError, match="temperature is 0"):
+        LigerFusedLinearJSD(temperature=0)

@@ -1,7 +1,7 @@
-"""The fused linear cross entropy of liger-kernel (`liger_kernel.transformers`, `liger_kernel.ops`) on flce's kernels.
+"""The fused linear cross entropy and Jensen-Shannon divergence of liger-kernel (`liger_kernel.transformers`, `.ops`) on flce's kernels.
 
 Gradients are computed in backward, accumulated in fp32. Options that choose how Liger computes (accum_dtype, chunk_mem_const, ce_impl,
-ce_mode) are taken and change nothing.
+ce_mode, jsd_impl, jsd_mode) are taken and change nothing.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flce import functional
+from flce import divergence, functional
 from flce.call._targets import check_ignore_index
 from flce.compat._common import check_reduction
 
@@ -20,7 +20,10 @@ __all__ = [
     "CrossEntropyOutput",
     "LigerFusedLinearCrossEntropyFunction",
     "LigerFusedLinearCrossEntropyLoss",
+    "LigerFusedLinearJSD",
+    "LigerFusedLinearJSDFunction",
     "liger_fused_linear_cross_entropy",
+    "liger_fused_linear_jsd",
 ]
 
 _REDUCTIONS = ("mean", "sum", "none")
@@ -213,4 +216,89 @@ class LigerFusedLinearCrossEntropyLoss(torch.nn.Module):
             self.use_token_scaling,
             self.return_token_accuracy,
             self.return_predicted_tokens,
+        )
+
+
+class LigerFusedLinearJSDFunction:
+    """`apply` of Liger's autograd function of two heads."""
+
+    @staticmethod
+    def apply(
+        student_input: Tensor,
+        student_weight: Tensor,
+        teacher_input: Tensor,
+        teacher_weight: Tensor,
+        shift_labels: Tensor | None = None,
+        jsd_beta: float = 0.5,
+        ignore_index: int = -100,
+        temperature: float = 1.0,
+        accum_dtype: torch.dtype | None = None,
+        jsd_impl: Any = None,
+        jsd_mode: Any = None,
+    ) -> Tensor:
+        """The mean over tokens, fp32, of the generalized Jensen-Shannon divergence of two softmaxes: of student_input [N, D] with
+        student_weight [V, D], and of teacher_input [N, D_t] with teacher_weight [V, D_t]. KL(teacher ‖ student) at a jsd_beta of 0,
+        KL(student ‖ teacher) at 1. Tokens whose shift_labels [N] are ignore_index are left out. Gradients to the student alone."""
+        mask = None
+        if shift_labels is not None:
+            tokens = student_input.shape[:-1]
+            assert shift_labels.shape == tokens, f"shift_labels has shape {list(shift_labels.shape)}; it must be [N], {list(tokens)}"
+            mask = shift_labels != ignore_index
+        loss = divergence.linear_divergence(
+            student_input,
+            student_weight,
+            teacher_input.detach(),
+            teacher_weight,
+            beta=jsd_beta,
+            temperature=temperature,
+            mask=mask,
+            reduction="mean",
+        )
+        assert isinstance(loss, Tensor)
+        return loss
+
+
+def liger_fused_linear_jsd(
+    student_input: Tensor,
+    student_weight: Tensor,
+    teacher_input: Tensor,
+    teacher_weight: Tensor,
+    shift_labels: Tensor | None = None,
+    jsd_beta: float = 0.5,
+    ignore_index: int = -100,
+    temperature: float = 1.0,
+    accum_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """`LigerFusedLinearJSDFunction.apply` as a function."""
+    return LigerFusedLinearJSDFunction.apply(
+        student_input, student_weight, teacher_input, teacher_weight, shift_labels, jsd_beta, ignore_index, temperature, accum_dtype
+    )
+
+
+class LigerFusedLinearJSD(torch.nn.Module):
+    """The module of `liger_fused_linear_jsd`."""
+
+    def __init__(
+        self, jsd_beta: float = 0.5, ignore_index: int = -100, temperature: float = 1.0, accum_dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__()
+        assert temperature != 0, "temperature is 0; it must be above 0"
+        self.jsd_beta = jsd_beta
+        self.temperature = temperature
+        self.ignore_index = ignore_index
+        self.accum_dtype = accum_dtype
+
+    def forward(
+        self, student_input: Tensor, student_weight: Tensor, teacher_input: Tensor, teacher_weight: Tensor, shift_labels: Tensor | None
+    ) -> Tensor:
+        return liger_fused_linear_jsd(
+            student_input,
+            student_weight,
+            teacher_input,
+            teacher_weight,
+            shift_labels,
+            self.jsd_beta,
+            self.ignore_index,
+            self.temperature,
+            self.accum_dtype,
         )
