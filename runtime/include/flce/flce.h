@@ -270,9 +270,9 @@ enum { FLCE_REDUCTION_NONE = 0, FLCE_REDUCTION_SUM = 1, FLCE_REDUCTION_MEAN = 2,
  * same arguments, and the second one the workspace as the first one left it. */
 enum { FLCE_STAGE_WHOLE = 0, FLCE_STAGE_UNTIL_GRAD_HIDDEN = 1, FLCE_STAGE_REST = 2 };
 
-/* Walk over the vocabulary of a forward and of the merge behind it. A mixture's divergence (divergence_beta between 0 and 1) of a layer over
- * shards needs two of both: SUMS leads to lse and teacher_lse of all shards, MIXTURE reads them and leads to loss and student_divergence.
- * Everything else has SUMS alone. */
+/* Walk over the vocabulary of a forward and of the merge behind it. A mixture's divergence (divergence_beta between 0 and 1) of a layer
+ * over shards needs two of both: SUMS leads to lse and teacher_lse of all shards, MIXTURE reads them and leads to loss and
+ * student_divergence. Everything else has SUMS alone. */
 enum { FLCE_WALK_SUMS = 0, FLCE_WALK_MIXTURE = 1 };
 
 /* Tensors: NULL means absent. N = num_tokens, D = hidden_size, V = vocab_size, P = padded_vocab_size. All contiguous and on the kernel's
@@ -425,8 +425,8 @@ typedef struct flce_backward_args {
  * type: "tensor" (const flce_tensor*), "pointer", "size", "int32", "int64". elements: what the tensor's element type is: "spec", "weight",
  * "grad_hidden", "grad_weight" (the spec's dtype, weight_dtype, grad_hidden_dtype, grad_weight_dtype), "fp32", "int64", "uint64", "label"
  * (int32 or int64), "count" (fp32, int32, int64). extent: its shape: "scalar", "tokens" [N], "loss" ([N] or a scalar), "classes" [V],
- * "hidden" [N, D], "weight", "teacher" [N, K], "teacher_hidden" [N, D_t], "teacher_weight", "top" [N, K], "partial_sums" [F, N], "all_partial_sums"
- * [R x F, N]. */
+ * "hidden" [N, D], "weight", "teacher" [N, K], "teacher_hidden" [N, D_t], "teacher_weight", "top" [N, K], "partial_sums" [F, N],
+ * "all_partial_sums" [R x F, N]. */
 FLCE_API flce_status flce_call_arguments_json(char* buffer, size_t capacity, size_t* needed);
 
 /* `workspace`: scratch of the caller's on the kernel's device, 256-byte aligned, at least flce_kernel_workspace_bytes(); NULL where that is
