@@ -16,7 +16,7 @@ class Layer:
     """A whole layer and its tokens, the same on every rank, and this rank's part."""
 
     def __init__(self, dtype: torch.dtype = torch.float32, *, seed: int = 0, even: int = 0, tokens: int = TOKENS) -> None:
-        """`even`: so many classes, as many on each rank; 0: VOCAB, of which ranks have unlike parts."""
+        """`even`: the number of classes, divided evenly among ranks; 0: VOCAB classes in unlike parts."""
         make = generator(seed)
         ranks, rank = dist.get_world_size(), dist.get_rank()
         self.hidden = torch.randn(tokens, HIDDEN, generator=make).to(dtype)

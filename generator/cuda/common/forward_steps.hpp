@@ -80,8 +80,8 @@ struct RetainedRowsAt {
 /// Outputs, or a shard's sums, of the lists of classes that forward has collected at these places of the workspace; none without a top_k.
 [[nodiscard]] std::vector<Statement> top_classes_steps(const ForwardPass& pass, const Expr& keys, const Expr& states);
 
-/// A shard's sums of a divergence, or outputs where there are no shards, from partial sums of both heads. `mixture`: from those of the walk
-/// that knows both normalizers.
+/// A shard's sums of a divergence, or outputs where there are no shards, from partial sums of both heads. `mixture`: from those of the
+/// second walk, which knows both normalizers.
 [[nodiscard]] Statement divergence_outputs_launch(const ForwardPass& pass, bool mixture);
 
 /// `steps`, which need a class, where the call has one.

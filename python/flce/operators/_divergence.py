@@ -32,6 +32,8 @@ class _Heads(NamedTuple):
     temperature: Tensor | None
 
     def place(self, options: str, parallel: str, *, backward: bool = False) -> _passes.Place | None:
+        if not parallel:
+            return None
         of_tokens = {"mask": self.targets(), "temperature": self.temperature}
         given = {"mask": self.target is not None, "temperature": self.temperature is not None, "student_bias": self.bias is not None}
         return _passes.place_of(parallel, self.hidden, self.weight, of_tokens, options, given, backward=backward)

@@ -220,7 +220,7 @@ class _Gradients:
         return mine.to(self.rows.dtype) if want_rows else None, grad_classes, grad_scale
 
     def _bounds(self, grad_loss: Tensor) -> Tensor:
-        """A number for each row of all ranks that no element of its gradient exceeds, nor a sum of blocks' parts of it: twice the largest
+        """Bounds of all ranks' rows, for elements of a row's gradient and for sums of blocks' parts of it: twice the largest
         class, times what reaches the row from above, and as much again for rounding."""
         scale = self.call.number if self.number is None else self.number.double().abs().reshape(())
         counts = (self.target >= 0) & (self.target < self.blocks.total)
