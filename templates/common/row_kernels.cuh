@@ -209,7 +209,8 @@ __device__ __forceinline__ void grad_bias(const GradBiasParams& p) {
 /// A warp copies a row of hidden states, or zeroes it where there is none.
 template <class Problem>
 __device__ __forceinline__ void bring_row(const typename Problem::Element* from, typename Problem::Element* to) {
-    for (int k = static_cast<int>(threadIdx.x) % 32 * 8; k < Problem::hidden_size; k += 32 * 8) {
+    constexpr int kEach = 16 / sizeof(typename Problem::Element);
+    for (int k = static_cast<int>(threadIdx.x) % 32 * kEach; k < Problem::hidden_size; k += 32 * kEach) {
         unsigned words[4] = {0u, 0u, 0u, 0u};
         if (from != nullptr) ptx::ld_global_v4(words, from + k);
         ptx::st_global_v4(to + k, words);
