@@ -94,6 +94,7 @@ float stored_value(float value, DType dtype) {
 
 ReferenceProblem reference_problem(const Spec& spec, const RandomLayer& layer) {
     if (has_teacher_head(spec)) throw SpecError("teacher_hidden_size: a divergence has no fp64 reference here, for check and tune");
+    if (spec.support) throw SpecError("support: a softmax over a token's ids has no fp64 reference here, for check and tune");
     if (spec.top_k > 0) throw SpecError("top_k: the classes of the largest logits have no fp64 reference here, for check and tune");
     return {.spec = spec,
             .num_tokens = layer.num_tokens,

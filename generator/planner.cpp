@@ -25,6 +25,13 @@ constexpr std::array<std::int64_t, 2> kReferenceTokens = {kTypicalTokens, 2 * kT
 
 constexpr std::int64_t kListedTokenBytes = 8;  // bytes of an entry in a list of tokens
 
+/// Bytes of a workspace that a token takes beside scratch, up to kTokensInScratch tokens.
+std::int64_t bytes_of_token(const Spec& spec) {
+    constexpr std::int64_t kPlace = 21;  // dz, twice the place and its class, and its part of a round's counts
+    constexpr std::int64_t kRow = 32;    // coefficients, lse, label, temperature and weight
+    return 4 * spec.hidden_size + (spec.support ? kPlace * spec.teacher_top_k + kRow : 0);
+}
+
 /// Device on which candidates are rated. All products of an architecture get one order, so that kernels compiled for the architecture's
 /// name are the ones that each product asks for. A tuner with rates of the very GPU has an order of its own.
 Device rating_device(const Device& device) {
@@ -135,6 +142,7 @@ std::vector<Plan> path_candidates(const Spec& spec, const Device& device, const 
         };
         best.cuda.*kRoleTiles[role] = *std::ranges::min_element(tiles[role], {}, cost_of);
     }
+    if (path.gathers) return {with_chunk(spec, best, kChunks[0])};  // tiles and chunks are nothing to it
     std::vector<Plan> plans;
     for (const std::int64_t chunk : kChunks) plans.push_back(with_chunk(spec, best, chunk));
     for (std::size_t role = 0; role < 4; ++role) {
@@ -288,20 +296,21 @@ bool has_measured_rates(const Device& device) noexcept {
 
 std::optional<std::int64_t> workspace_of_tokens(const Spec& spec, std::int64_t num_tokens) noexcept {
     if (num_tokens < 0) return std::nullopt;
-    if (spec.dtype == DType::fp32) return 0;
+    if (spec.dtype == DType::fp32 && !spec.support) return 0;
     std::int64_t bytes = 0;
     std::int64_t list_bytes = 0;
     const std::int64_t beyond = std::max<std::int64_t>(num_tokens - kTokensInScratch, 0);
-    if (__builtin_mul_overflow(4 * spec.hidden_size, num_tokens, &bytes)) return std::nullopt;
+    if (__builtin_mul_overflow(bytes_of_token(spec), num_tokens, &bytes)) return std::nullopt;
     if (__builtin_mul_overflow(kListedTokenBytes, beyond, &list_bytes)) return std::nullopt;
     if (__builtin_add_overflow(bytes, list_bytes, &bytes)) return std::nullopt;
     return bytes;
 }
 
 std::int64_t tokens_with_workspace(const Spec& spec, std::int64_t bytes) noexcept {
-    const std::int64_t tokens = bytes / (4 * spec.hidden_size);
+    const std::int64_t of_token = bytes_of_token(spec);
+    const std::int64_t tokens = bytes / of_token;
     if (tokens <= kTokensInScratch) return tokens;
-    return kTokensInScratch + (bytes - 4 * spec.hidden_size * kTokensInScratch) / (4 * spec.hidden_size + kListedTokenBytes);
+    return kTokensInScratch + (bytes - of_token * kTokensInScratch) / (of_token + kListedTokenBytes);
 }
 
 bool may_lend_grad_weight(const Spec& spec) noexcept {

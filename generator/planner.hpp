@@ -22,9 +22,10 @@ namespace flce {
 /// Tokens whose list has room in every scratch that has a list at all.
 inline constexpr std::int64_t kTokensInScratch = 1 << 18;
 /// Bytes of a workspace that grow with its tokens, beside scratch_bytes: grad_hidden's sum in fp32, where that is not grad_hidden itself,
-/// and what a list of tokens takes beyond its place in the scratch. Absent: they overflow, or num_tokens is negative.
+/// and what a list of tokens takes beyond its place in the scratch. With support dz of each place and its way through a sort as well.
+/// Absent: they overflow, or num_tokens is negative.
 [[nodiscard]] std::optional<std::int64_t> workspace_of_tokens(const Spec& spec, std::int64_t num_tokens) noexcept;
-/// The largest num_tokens whose workspace_of_tokens is at most `bytes`, which is 0 or more; for a 16-bit dtype.
+/// The largest num_tokens whose workspace_of_tokens is at most `bytes`, which is 0 or more; for a 16-bit dtype or support.
 [[nodiscard]] std::int64_t tokens_with_workspace(const Spec& spec, std::int64_t bytes) noexcept;
 
 /// Whether exponentials may lie in grad_weight's memory until it is written: it is not added to, and its rows are the vocabulary's.

@@ -97,6 +97,20 @@ void check_teacher_head(const Spec& s) {
     }
 }
 
+/// A softmax over a token's own classes has no target among others, and no sum over the vocabulary.
+void check_support(const Spec& s) {
+    if (!s.support) return;
+    constexpr std::string_view kOfVocabulary = "left out with support, whose softmax is over a token's ids alone";
+    if (s.teacher_top_k == 0) refuse("support", true, "false where there is no teacher_top_k, the number of ids");
+    if (s.hard_weight != 0.0) refuse("hard_weight", s.hard_weight, kOfVocabulary);
+    if (s.label_smoothing != 0.0) refuse("label_smoothing", s.label_smoothing, kOfVocabulary);
+    if (s.z_loss != 0.0) refuse("z_loss", s.z_loss, kOfVocabulary);
+    if (s.top_k != 0) refuse("top_k", s.top_k, kOfVocabulary);
+    if (s.outputs.logprobs || s.outputs.top1 || s.outputs.log_sum_sq_probs) {
+        refuse("outputs", "(others)", "loss, and beside it lse and entropy, with support");
+    }
+}
+
 void check_options(const Spec& s) {
     check_logits("", s.logit_scale, s.softcap);
     if (!(s.label_smoothing >= 0.0 && s.label_smoothing <= 1.0)) refuse("label_smoothing", s.label_smoothing, "from 0 to 1");
@@ -117,6 +131,7 @@ void check_options(const Spec& s) {
         refuse("top_k", s.top_k, fmt::format("0 (none) to {}, and no more than the vocabulary has classes", kMostTopK));
     }
     if (s.top_k > 0 && rounds_weight(s)) refuse("weight_dtype", to_string(weight_dtype(s)), "the dtype where there is a top_k");
+    check_support(s);
     if (s.dft && !s.outputs.logprobs) refuse("dft", true, "false where outputs has no logprobs, which backward reads for it");
 }
 
@@ -262,8 +277,8 @@ std::size_t SpecHash::operator()(const Spec& s) const noexcept {
         bits = bits << 4 | field;
     }
     for (const bool flag :
-         {s.tied, s.bias, s.class_weight, s.temperature, s.token_weight, s.batch_invariant, s.dft, s.teacher_bias, s.outputs.loss,
-          s.outputs.lse, s.outputs.logprobs, s.outputs.entropy, s.outputs.top1, s.outputs.log_sum_sq_probs}) {
+         {s.tied, s.bias, s.class_weight, s.temperature, s.token_weight, s.batch_invariant, s.dft, s.support, s.teacher_bias,
+          s.outputs.loss, s.outputs.lse, s.outputs.logprobs, s.outputs.entropy, s.outputs.top1, s.outputs.log_sum_sq_probs}) {
         bits = bits << 1 | static_cast<std::uint64_t>(flag);
     }
     auto real = [](double value) { return std::bit_cast<std::uint64_t>(value + 0.0); };  // 0 and −0 are equal

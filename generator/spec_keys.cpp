@@ -131,6 +131,7 @@ constexpr std::array kKeys = {
     SpecKey{"z_loss", SpecKeyKind::real, [](Spec& s, Text k, Text v) { s.z_loss = read_real(k, v); }},
     SpecKey{"teacher_top_k", SpecKeyKind::integer, [](Spec& s, Text k, Text v) { s.teacher_top_k = read_int(k, v); }},
     SpecKey{"hard_weight", SpecKeyKind::real, [](Spec& s, Text k, Text v) { s.hard_weight = read_real(k, v); }},
+    SpecKey{"support", SpecKeyKind::flag, [](Spec& s, Text k, Text v) { s.support = read_flag(k, v); }},
     SpecKey{"teacher_hidden_size", SpecKeyKind::integer, [](Spec& s, Text k, Text v) { s.teacher_hidden_size = read_integer(k, v); }},
     SpecKey{"divergence_beta", SpecKeyKind::real, [](Spec& s, Text k, Text v) { s.divergence_beta = read_real(k, v); }},
     SpecKey{"teacher_bias", SpecKeyKind::flag, [](Spec& s, Text k, Text v) { s.teacher_bias = read_flag(k, v); }},
@@ -203,6 +204,7 @@ std::vector<SpecEntry> spec_entries(const Spec& spec) {
     add("z_loss", spec.z_loss != 0.0, real_text(spec.z_loss));
     add("teacher_top_k", spec.teacher_top_k != 0, std::to_string(spec.teacher_top_k));
     add("hard_weight", spec.hard_weight != 0.0, real_text(spec.hard_weight));
+    add("support", spec.support, "true");
     add("teacher_hidden_size", spec.teacher_hidden_size != 0, std::to_string(spec.teacher_hidden_size));
     add("divergence_beta", spec.divergence_beta != 0.0, real_text(spec.divergence_beta));
     add("teacher_bias", spec.teacher_bias, "true");

@@ -16,7 +16,11 @@ namespace {
 constexpr std::int64_t kRetainedAlignment = 16;
 
 // Above this, byte offsets into [N, V] or [N, D] would leave 64 bits.
-std::int64_t most_tokens(const Spec& spec) { return (std::int64_t{1} << 60) / std::max(spec.hidden_size, spec.padded_vocab_size); }
+std::int64_t most_tokens(const Spec& spec) {
+    constexpr std::int64_t kMostPlaces = (std::int64_t{1} << 31) - 1;  // places of a call's ids that are sorted
+    const std::int64_t most = (std::int64_t{1} << 60) / std::max(spec.hidden_size, spec.padded_vocab_size);
+    return spec.support ? std::min(most, kMostPlaces / spec.teacher_top_k) : most;
+}
 
 // Checks the arguments of one call and fills its slots.
 class Call {

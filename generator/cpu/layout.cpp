@@ -65,6 +65,10 @@ SlotLayout slot_layout(const Spec& spec, const CpuPlan& plan) {
     return slot;
 }
 
+std::int64_t support_slot_bytes(const Spec& spec) {
+    return round_up(4 * (3 * round_up(spec.hidden_size, 16) + spec.teacher_top_k), kAlign);
+}
+
 CpuForwardLayout place_forward(const Spec& spec, const Plan& plan, std::int64_t slots, std::int64_t num_tokens, std::int64_t largest_rows) {
     const CpuPlan& p = plan.cpu;
     CpuForwardLayout l;
@@ -131,7 +135,8 @@ std::int64_t most_slots(const Spec& spec, const Plan& plan) {
     if (plan.scratch_bytes < least) {
         throw PlanError(fmt::format("scratch_bytes = {}: the CPU's smallest blocks need {} bytes", plan.scratch_bytes, least));
     }
-    return 1 + (plan.scratch_bytes - least) / 4 / slot_layout(spec, plan.cpu).bytes;
+    const std::int64_t slot = spec.support ? support_slot_bytes(spec) : slot_layout(spec, plan.cpu).bytes;
+    return 1 + (plan.scratch_bytes - least) / 4 / slot;
 }
 
 }  // namespace
@@ -197,6 +202,22 @@ CpuBackwardLayout cpu_backward_layout(const Spec& spec, const Plan& plan, int th
     return layout;
 }
 
+CpuSupportLayout cpu_support_layout(const Spec& spec, const Plan& plan, int threads, std::int64_t num_tokens) {
+    CpuSupportLayout l;
+    l.depth = round_up(spec.hidden_size, 16);
+    l.slots = cpu_worker_count(spec, plan, threads);
+    l.slot_bytes = support_slot_bytes(spec);
+    const std::int64_t places = num_tokens * spec.teacher_top_k;
+    Arena arena;
+    l.slot_offset = arena.take(l.slots * l.slot_bytes);
+    l.row_losses = arena.take(4 * num_tokens);
+    l.dlogits = arena.take(4 * places);
+    l.sorted = arena.take(4 * places);
+    l.starts = arena.take(4 * (spec.vocab_size + 2));
+    l.bytes = arena.bytes();
+    return l;
+}
+
 CpuRetained cpu_retained(const Plan& plan, std::int64_t num_tokens, std::int64_t vocab_columns, std::int64_t bytes) {
     if (num_tokens == 0 || vocab_columns == 0) return {};
     const std::int64_t column = 4 * num_tokens;
@@ -205,6 +226,7 @@ CpuRetained cpu_retained(const Plan& plan, std::int64_t num_tokens, std::int64_t
 }
 
 std::int64_t cpu_least_scratch_bytes(const Spec& spec, const Plan& plan) {
+    if (spec.support) return support_slot_bytes(spec) + 4 * (spec.vocab_size + 2) + 8 * kAlign;
     const std::int64_t step = row_step(plan.cpu);
     const std::int64_t forward = place_forward(spec, plan, 1, step, step).bytes;
     const std::int64_t many = 2 * step;  // several row blocks, so that the accumulator of grad_weight is counted

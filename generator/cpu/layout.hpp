@@ -73,6 +73,19 @@ struct CpuBackwardLayout {
     std::int64_t bytes = 0;
 };
 
+/// Both passes where the spec has support.
+struct CpuSupportLayout {
+    std::int64_t depth = 0;  ///< numbers of a row in a slot
+    std::int64_t slots = 0;
+    std::int64_t slot_offset = 0;
+    std::int64_t slot_bytes = 0;  ///< fp32 [3, depth] and [teacher_top_k]
+    std::int64_t row_losses = 0;  ///< fp32 [N]
+    std::int64_t dlogits = 0;     ///< fp32 [N, teacher_top_k]
+    std::int64_t sorted = 0;      ///< uint32 [N, teacher_top_k]: places by class
+    std::int64_t starts = 0;      ///< uint32 [V + 2]
+    std::int64_t bytes = 0;
+};
+
 /// Place of the logits that forward leaves to backward: logits of the first `columns` of the vocabulary, fp32, before bias and transforms,
 /// strip by strip as [num_tokens, strip's columns]. A function of the buffer's size alone, so that both passes agree. Strips spread over
 /// the whole buffer: where it is grad_weight's own memory, a strip's logits begin no earlier than its gradient, so that a backward pass
@@ -95,7 +108,9 @@ struct CpuRetained {
 [[nodiscard]] CpuBackwardLayout cpu_backward_layout(const Spec& spec, const Plan& plan, int threads, std::int64_t num_tokens,
                                                     std::int64_t vocab_columns);
 
-/// The least scratch_bytes with which the two functions above succeed for any number of tokens (with one worker).
+[[nodiscard]] CpuSupportLayout cpu_support_layout(const Spec& spec, const Plan& plan, int threads, std::int64_t num_tokens);
+
+/// The least scratch_bytes with which the functions above succeed for any number of tokens (with one worker).
 [[nodiscard]] std::int64_t cpu_least_scratch_bytes(const Spec& spec, const Plan& plan);
 
 /// Workers that `threads` threads become: fewer where scratch holds no more slots.

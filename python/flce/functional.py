@@ -14,7 +14,7 @@ from flce import errors
 from flce.call import _call, _depths, _heads, _named
 from flce.call._arguments import check_ids, check_one_divisor, check_teacher
 from flce.call._options import call_options, parameters_of, taken_by, way_of
-from flce.call._spec_text import number
+from flce.call._spec_text import is_support, number
 from flce.call._targets import check_ignore_index, check_tensors, refuse_impossible_teachers, targets_of
 from flce.parallel import _parallel, _sharded_call
 
@@ -272,11 +272,13 @@ def linear_logprobs_at(
 @_signed
 def linear_logprobs_at(hidden: Tensor, weight: _Head, ids: Tensor, **options: Any) -> Any:
     """log p of several classes of every token, with p the softmax of softcap(logit_scale · (hidden · weightᵀ + bias)) / temperature over
-    the whole vocabulary, without the logits in memory.
+    the whole vocabulary, or over these classes alone, without the logits in memory.
 
     Args:
         ids: [..., K] int64 or int32, K from 1 to 1024: classes in any order, -1 for none. Equal ids are places of their own, whose
             gradients add up. Another number outside the vocabulary counts as none, and `check_labels` reports its row. With offsets [M].
+        normalize: "vocabulary", or "support" for the softmax over a token's own ids, each as often as it is named: a sampler's top-k or
+            top-p set, replayed in training. Of the weight these rows alone are read then; lse and entropy are the set's too.
         offsets: [N + 1] int32 or int64, for lists of different lengths: token i has ids[offsets[i]:offsets[i + 1]]. hidden is [N, D] then.
         max_ids: with offsets, as many as a token may have. None: as many as the longest list has, for which a GPU is waited for. Where a
             list is longer, or offsets are none, a CPU raises, and on a GPU the row counts as ignored and `check_labels` reports it.
@@ -292,6 +294,7 @@ def linear_logprobs_at(hidden: Tensor, weight: _Head, ids: Tensor, **options: An
     """
     given = _Given("logprobs_at", weight, options)
     offsets, max_ids = given.tensors.pop("offsets", None), given.options.pop("max_ids", None)
+    support = is_support(given.options.pop("normalize", "vocabulary"))
     lists = None
     if offsets is not None:
         lists = _named.lists_of(ids, offsets, max_ids)
@@ -310,7 +313,7 @@ def linear_logprobs_at(hidden: Tensor, weight: _Head, ids: Tensor, **options: An
     top_k = check_ids("ids", ids, hidden, None, over_ranks=given.parallel is not None)
     target = torch.where((ids != _named.NONE).any(-1), 0, given.ignore_index)
     given.tensors |= {"teacher_ids": ids, "teacher_probs": torch.zeros(ids.shape, dtype=torch.float32, device=ids.device)}
-    made = given.run(hidden, target, return_loss=True, reduction="none", teacher_top_k=top_k, named_logprobs=True)
+    made = given.run(hidden, target, return_loss=True, reduction="none", teacher_top_k=top_k, support=support, named_logprobs=True)
     named = made[0] if lists is None else lists.of_each_id(made[0])
     return (named, *made[1:]) if len(made) > 1 else named
 

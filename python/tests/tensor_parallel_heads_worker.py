@@ -50,7 +50,7 @@ def distillation_over_tokens(form: str) -> None:
         close(got[1], layer.mine(right[1]))
 
 
-def logprobs_at(sequence: bool) -> None:
+def logprobs_at(sequence: bool, normalize: str = "vocabulary") -> None:
     """Classes that a token names, of which each rank has some; equal ones, and tokens that name none."""
     layer = Layer()
     ids = layer.teacher_ids.clone()
@@ -59,19 +59,19 @@ def logprobs_at(sequence: bool) -> None:
 
     def call(hidden: Tensor, weight: Tensor, bias: Tensor | None, mine: Any, **more: Any) -> Any:
         flags = {"return_lse": True, "return_entropy": True, "temperature": layer.temperature, "softcap": 4.0}
-        return flce.linear_logprobs_at(hidden, weight, ids, bias=bias, **flags, **more)
+        return flce.linear_logprobs_at(hidden, weight, ids, bias=bias, normalize=normalize, **flags, **more)
 
     compare(layer, call, sequence=sequence, bias=True)
 
 
-def logprobs_at_lists() -> None:
+def logprobs_at_lists(normalize: str) -> None:
     layer = Layer()
     lengths = torch.arange(TOKENS) % 4
     offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
     ids = layer.target.clamp(min=0).repeat_interleave(lengths)
 
     def call(hidden: Tensor, weight: Tensor, bias: Tensor | None, mine: Any, **more: Any) -> Any:
-        return flce.linear_logprobs_at(hidden, weight, ids, offsets=offsets, **more)
+        return flce.linear_logprobs_at(hidden, weight, ids, offsets=offsets, normalize=normalize, **more)
 
     compare(layer, call)
 
@@ -207,7 +207,8 @@ CASES: list[tuple[Any, ...]] = [
     *((distillation, share) for share in (0.0, 0.4)),
     *((distillation_over_tokens, form) for form in ("plain", "second dimension", "DTensors")),
     *((function, sequence) for function in (logprobs_at, several_depths) for sequence in (False, True)),
-    (logprobs_at_lists,),
+    *((logprobs_at, sequence, "support") for sequence in (False, True)),
+    *((logprobs_at_lists, normalize) for normalize in ("vocabulary", "support")),
 ]
 
 if __name__ == "__main__":

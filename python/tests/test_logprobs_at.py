@@ -25,6 +25,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.fixture(params=("vocabulary", "support"))
+def normalize(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 def tensors(device: str, dtype: torch.dtype = torch.float32, *, hidden_major: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """hidden, weight, and ids: of all rows but the first some are none, of some two are equal, of others all are none."""
     generator = torch.Generator().manual_seed(3)
@@ -48,13 +53,31 @@ def given_of(name: str, device: str, dtype: torch.dtype = torch.float32) -> dict
     return options
 
 
-def right(hidden: Tensor, weight: Tensor, ids: Tensor, *, bias: Any = None, logit_scale: Any = 1, softcap: Any = 0, temperature: Any = 1):
+def right(
+    hidden: Tensor,
+    weight: Tensor,
+    ids: Tensor,
+    *,
+    normalize: str = "vocabulary",
+    bias: Any = None,
+    logit_scale: Any = 1,
+    softcap: Any = 0,
+    temperature: Any = 1,
+) -> tuple[Tensor, Tensor, Tensor]:
     """In fp64: log-probabilities, lse and entropy, 0 for rows that name nothing."""
     logits = logit_scale * (hidden.double() @ weight.double().t() + (0 if bias is None else bias.double()))
     logits = softcap * torch.tanh(logits / softcap) if softcap else logits
     logits = logits / (temperature.double()[:, None] if isinstance(temperature, Tensor) else temperature)
-    logprobs, named = F.log_softmax(logits, -1), (ids != -1).any(-1)
-    chosen = torch.where(ids >= 0, logprobs.gather(-1, ids.clamp(min=0).long()), 0)
+    there, named = ids >= 0, (ids != -1).any(-1)
+    if normalize == "support":
+        logits = torch.where(there, logits.gather(-1, ids.clamp(min=0).long()), -torch.inf)
+        logits = torch.where(named[:, None], logits, 0.0)
+        logprobs = F.log_softmax(logits, -1)
+        terms = torch.where(there, logprobs.exp() * torch.where(there, logprobs, 0.0), 0.0)
+        chosen, entropy = torch.where(there, logprobs, 0.0), -terms.sum(-1)
+        return chosen, torch.where(named, torch.logsumexp(logits, -1), 0), torch.where(named, entropy, 0)
+    logprobs = F.log_softmax(logits, -1)
+    chosen = torch.where(there, logprobs.gather(-1, ids.clamp(min=0).long()), 0)
     entropy = -(logprobs.exp() * logprobs).sum(-1)
     return chosen, torch.where(named, torch.logsumexp(logits, -1), 0), torch.where(named, entropy, 0)
 
@@ -66,11 +89,11 @@ def near(got: Tensor, expected: Tensor, bound: float) -> None:
 
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize(("dtype", "hidden_major"), itertools.product(DTYPES, (False, True)))
-def test_equal_to_plain_arithmetic(device: str, dtype: torch.dtype, hidden_major: bool, name: str) -> None:
+def test_equal_to_plain_arithmetic(device: str, dtype: torch.dtype, hidden_major: bool, name: str, normalize: str) -> None:
     hidden, weight, ids = tensors(device, dtype, hidden_major=hidden_major)
     options = given_of(name, device, dtype)
-    made = flce.linear_logprobs_at(hidden, weight, ids, return_lse=True, return_entropy=True, **options)
-    expected = right(hidden, weight, ids, **options)
+    made = flce.linear_logprobs_at(hidden, weight, ids, return_lse=True, return_entropy=True, normalize=normalize, **options)
+    expected = right(hidden, weight, ids, normalize=normalize, **options)
     for got, wanted in zip(made, expected, strict=True):
         near(got, wanted, OUTPUT_BOUND[dtype])
     assert not made[0][ids == -1].any() and not made[1][(ids == -1).all(-1)].any()
@@ -86,13 +109,13 @@ def test_equal_to_plain_arithmetic(device: str, dtype: torch.dtype, hidden_major
             near(got, wanted, GRADIENT_BOUND[dtype])
 
 
-def test_central_differences() -> None:
+def test_central_differences(normalize: str) -> None:
     hidden, weight, ids = tensors("cpu")
     upstream = torch.randn(N, K, generator=torch.Generator().manual_seed(9))
     direction = torch.randn(D, generator=torch.Generator().manual_seed(10))
 
     def total(step: float) -> Tensor:
-        return (flce.linear_logprobs_at(hidden + step * direction, weight, ids, softcap=5.0).double() * upstream).sum()
+        return (flce.linear_logprobs_at(hidden + step * direction, weight, ids, softcap=5.0, normalize=normalize).double() * upstream).sum()
 
     (gradient,) = torch.autograd.grad(total(0.0), hidden)
     difference = (total(1e-2) - total(-1e-2)) / 2e-2
@@ -124,7 +147,7 @@ def test_equal_ids_are_places_of_their_own(device: str) -> None:
 
 @pytest.mark.parametrize("retain", [True, False])
 @pytest.mark.parametrize("count", [300, 1024])
-def test_many_classes(device: str, count: int, retain: bool) -> None:
+def test_many_classes(device: str, count: int, retain: bool, normalize: str) -> None:
     """More than a kernel lists in shared memory, many of them equal, on a layer that is deep enough to retain something."""
     generator = torch.Generator().manual_seed(11)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
@@ -133,8 +156,8 @@ def test_many_classes(device: str, count: int, retain: bool) -> None:
     bias = torch.randn(3000, generator=generator).to(device, dtype).requires_grad_()
     ids = (3000 * torch.rand(70, count, generator=generator) ** 3).long().to(device)
     ids[5:9, 3:] = -1
-    made = flce.linear_logprobs_at(hidden, weight, ids, bias=bias, retain_in_grad_weight=retain)
-    expected = right(hidden, weight, ids, bias=bias)[0]
+    made = flce.linear_logprobs_at(hidden, weight, ids, bias=bias, retain_in_grad_weight=retain, normalize=normalize)
+    expected = right(hidden, weight, ids, bias=bias, normalize=normalize)[0]
     near(made, expected, OUTPUT_BOUND[dtype])
     upstream = torch.randn(70, count, generator=generator).to(device)
     inputs = (hidden, weight, bias)
@@ -143,45 +166,47 @@ def test_many_classes(device: str, count: int, retain: bool) -> None:
         near(got, wanted, GRADIENT_BOUND[dtype])
 
 
-def test_nothing_named_is_0(device: str) -> None:
+def test_nothing_named_is_0(device: str, normalize: str) -> None:
     hidden, weight, ids = tensors(device)
     for of_none in (torch.full_like(ids, -1), ids[:0]):
         states = hidden[: of_none.shape[0]]
-        made = flce.linear_logprobs_at(states, weight, of_none)
+        made = flce.linear_logprobs_at(states, weight, of_none, normalize=normalize)
         gradients = torch.autograd.grad(made.sum(), (hidden, weight), allow_unused=True)
         assert not made.any() and all(gradient is None or not gradient.any() for gradient in gradients)
-    assert flce.linear_logprobs_at(hidden.detach()[:0], weight, ids[:0]).shape == (0, K)
+    assert flce.linear_logprobs_at(hidden.detach()[:0], weight, ids[:0], normalize=normalize).shape == (0, K)
 
 
-def test_many_dimensions_and_a_layer(device: str) -> None:
+def test_many_dimensions_and_a_layer(device: str, normalize: str) -> None:
     hidden, _, ids = tensors(device)
     layer = nn.Linear(D, V, device=device)
-    flat = flce.linear_logprobs_at(hidden[:36], layer, ids[:36], return_lse=True)
-    shaped = flce.linear_logprobs_at(hidden[:36].view(3, 12, D), layer, ids[:36].view(3, 12, K), return_lse=True)
+    flat = flce.linear_logprobs_at(hidden[:36], layer, ids[:36], return_lse=True, normalize=normalize)
+    shaped = flce.linear_logprobs_at(hidden[:36].view(3, 12, D), layer, ids[:36].view(3, 12, K), return_lse=True, normalize=normalize)
     for got, wanted in zip(shaped, flat, strict=True):
         assert torch.equal(got.flatten(0, 1), wanted)
     with torch.no_grad():
-        assert torch.equal(flce.linear_logprobs_at(hidden[:36], layer, ids[:36]), flat[0])
+        assert torch.equal(flce.linear_logprobs_at(hidden[:36], layer, ids[:36], normalize=normalize), flat[0])
 
 
-def test_lists_of_different_lengths(device: str) -> None:
+def test_lists_of_different_lengths(device: str, normalize: str) -> None:
     hidden, weight, ids = tensors(device)
     there = ids != -1
     offsets = F.pad(there.sum(-1).cumsum(0), (1, 0)).to(torch.int32)
-    expected = flce.linear_logprobs_at(hidden, weight, ids)
+    expected = flce.linear_logprobs_at(hidden, weight, ids, normalize=normalize)
     for max_ids in (None, K, 9):
-        made = flce.linear_logprobs_at(hidden, weight, ids[there], offsets=offsets, max_ids=max_ids)
+        made = flce.linear_logprobs_at(hidden, weight, ids[there], offsets=offsets, max_ids=max_ids, normalize=normalize)
         assert torch.equal(made, expected[there])
     upstream = torch.randn(made.shape, generator=torch.Generator().manual_seed(2)).to(device)
     got = torch.autograd.grad((made * upstream).sum(), (hidden, weight))
     for gradient, wanted in zip(got, torch.autograd.grad((expected[there] * upstream).sum(), (hidden, weight)), strict=True):
         torch.testing.assert_close(gradient, wanted, rtol=1e-4, atol=1e-6)
-    empty = flce.linear_logprobs_at(hidden, weight, ids.new_empty(0), offsets=torch.zeros(N + 1, dtype=torch.int64, device=device))
+    empty = flce.linear_logprobs_at(
+        hidden, weight, ids.new_empty(0), offsets=torch.zeros(N + 1, dtype=torch.int64, device=device), normalize=normalize
+    )
     assert empty.shape == (0,)
 
 
 @pytest.mark.parametrize("lists", [False, True])
-def test_under_compile_and_checkpoint(device: str, lists: bool) -> None:
+def test_under_compile_and_checkpoint(device: str, lists: bool, normalize: str) -> None:
     hidden, weight, ids = tensors(device)
     options: dict[str, Any] = {"softcap": 5.0, "return_entropy": True}
     if lists:
@@ -189,7 +214,7 @@ def test_under_compile_and_checkpoint(device: str, lists: bool) -> None:
         ids = ids.flatten()
 
     def total(states: Tensor, rows: Tensor) -> Tensor:
-        logprobs, entropy = flce.linear_logprobs_at(states, rows, ids, **options)
+        logprobs, entropy = flce.linear_logprobs_at(states, rows, ids, normalize=normalize, **options)
         return logprobs.square().sum() + entropy.sum()
 
     expected = torch.autograd.grad(total(hidden, weight), (hidden, weight))
@@ -200,20 +225,20 @@ def test_under_compile_and_checkpoint(device: str, lists: bool) -> None:
             torch.testing.assert_close(got, wanted)
 
 
-def test_a_gradient_into_a_buffer_and_of_one_input(device: str) -> None:
+def test_a_gradient_into_a_buffer_and_of_one_input(device: str, normalize: str) -> None:
     hidden, weight, ids = tensors(device)
-    (expected,) = torch.autograd.grad(flce.linear_logprobs_at(hidden, weight, ids).sum(), weight)
+    (expected,) = torch.autograd.grad(flce.linear_logprobs_at(hidden, weight, ids, normalize=normalize).sum(), weight)
     buffer = torch.ones(V, D, device=device)
-    flce.linear_logprobs_at(hidden, weight, ids, grad_weight_out=buffer).sum().backward()
+    flce.linear_logprobs_at(hidden, weight, ids, grad_weight_out=buffer, normalize=normalize).sum().backward()
     torch.testing.assert_close(buffer, 1 + expected, rtol=1e-4, atol=1e-5)
-    frozen = flce.linear_logprobs_at(hidden.detach(), weight, ids).sum()
+    frozen = flce.linear_logprobs_at(hidden.detach(), weight, ids, normalize=normalize).sum()
     torch.testing.assert_close(torch.autograd.grad(frozen, weight)[0], expected)
 
 
-def test_a_class_that_is_none_is_reported(device: str) -> None:
+def test_a_class_that_is_none_is_reported(device: str, normalize: str) -> None:
     hidden, weight, ids = tensors(device)
     ids[3, 1] = V
-    made = flce.linear_logprobs_at(hidden, weight, ids)
+    made = flce.linear_logprobs_at(hidden, weight, ids, normalize=normalize)
     assert made[3, 1] == 0 and made[3, 0] != 0
     with pytest.raises(flce.LabelError) as error:
         flce.check_labels()
@@ -221,28 +246,28 @@ def test_a_class_that_is_none_is_reported(device: str) -> None:
 
 
 @pytest.mark.gpu
-def test_lists_at_fault_are_reported_on_a_gpu(device: str) -> None:
+def test_lists_at_fault_are_reported_on_a_gpu(device: str, normalize: str) -> None:
     hidden, weight, ids = tensors(device)
     offsets = torch.arange(0, N * K + 1, K, device=device)
-    made = flce.linear_logprobs_at(hidden, weight, ids.flatten(), offsets=offsets, max_ids=K - 1)
+    made = flce.linear_logprobs_at(hidden, weight, ids.flatten(), offsets=offsets, max_ids=K - 1, normalize=normalize)
     assert not made.any()
     with pytest.raises(flce.LabelError):
         flce.check_labels()
 
 
 @pytest.mark.gpu
-def test_in_a_cuda_graph(device: str) -> None:
+def test_in_a_cuda_graph(device: str, normalize: str) -> None:
     hidden, weight, ids = tensors(device, torch.bfloat16)
-    flce.linear_logprobs_at(hidden, weight, ids).sum().backward()
+    flce.linear_logprobs_at(hidden, weight, ids, normalize=normalize).sum().backward()
     hidden.grad = weight.grad = None
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        made = flce.linear_logprobs_at(hidden, weight, ids)
+        made = flce.linear_logprobs_at(hidden, weight, ids, normalize=normalize)
         made.sum().backward()
     with torch.no_grad():
         hidden.mul_(0.5)
     graph.replay()
-    near(made, right(hidden, weight, ids)[0], OUTPUT_BOUND[torch.bfloat16])
+    near(made, right(hidden, weight, ids, normalize=normalize)[0], OUTPUT_BOUND[torch.bfloat16])
 
 
 def test_refused_by_name() -> None:

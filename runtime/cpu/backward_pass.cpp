@@ -117,7 +117,7 @@ private:
     [[nodiscard]] GradRow grad_row(std::int64_t token, std::int64_t first_column) const {
         const std::int64_t y = call_.valid_label(token);
         if (y < 0) return kInertRow;
-        const RowUpstream upstream = upstream_of(token);
+        const RowUpstream upstream = upstream_of(call_, token, divisors_, options_);
         const float lse = call_.pointer<const float>(Slot::lse)[token];
         const float entropy = call_.element(Slot::entropy, token, 0.F);
         const std::int64_t own = call_.column_of(y);
@@ -126,18 +126,6 @@ private:
         const RowCoefficients coefficients =
             row_coefficients(upstream, lse, entropy, call_.class_weight_of_target(token, y), teacher_.sum(token), options_);
         return {lse, coefficients, call_.temperature(token), near ? static_cast<std::int32_t>(column) : GradRow::kElsewhere};
-    }
-
-    [[nodiscard]] RowUpstream upstream_of(std::int64_t token) const {
-        const bool per_token = call_.reduction() == ReductionCode::none;
-        const double loss = call_.element(Slot::grad_loss, per_token ? token : 0, spec_.outputs.loss ? 1.F : 0.F);
-        const double factor = loss_factor(call_.token_weight(token), call_.element(Slot::logprobs, token, 0.F), options_);
-        const auto divide = [&](double divisor) { return divisor == 0 ? 0.F : static_cast<float>(loss * factor / divisor); };
-        return {.cross_entropy = divide(divisors_.cross_entropy),
-                .z_loss = divide(divisors_.z_loss),
-                .lse = call_.element(Slot::grad_lse, token, 0.F),
-                .logprob = call_.element(Slot::grad_logprobs, token, 0.F),
-                .entropy = call_.element(Slot::grad_entropy, token, 0.F)};
     }
 
     void run_tasks(const Step& done, const Step& next) const {
@@ -223,7 +211,7 @@ private:
         for (std::int64_t i = 0; i < range.rows; ++i) {
             const std::int64_t token = s.token + range.row + i;
             if (call_.valid_label(token) < 0) continue;
-            const float weight = teacher_weight(upstream_of(token), options_);
+            const float weight = teacher_weight(upstream_of(call_, token, divisors_, options_), options_);
             teacher_.subtract(token, weight, tile + i * plan_.block_n, s.vocab + range.column, range.columns);
         }
     }

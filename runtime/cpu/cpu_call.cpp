@@ -50,6 +50,18 @@ MeanDivisors CpuCall::mean_divisors() const {
     return sums;
 }
 
+RowUpstream upstream_of(const CpuCall& call, std::int64_t token, const MeanDivisors& divisors, const LossOptions& options) {
+    const bool per_token = call.reduction() == ReductionCode::none;
+    const double loss = call.element(Slot::grad_loss, per_token ? token : 0, call.spec().outputs.loss ? 1.F : 0.F);
+    const double factor = loss_factor(call.token_weight(token), call.element(Slot::logprobs, token, 0.F), options);
+    const auto divide = [&](double divisor) { return divisor == 0 ? 0.F : static_cast<float>(loss * factor / divisor); };
+    return {.cross_entropy = divide(divisors.cross_entropy),
+            .z_loss = divide(divisors.z_loss),
+            .lse = call.element(Slot::grad_lse, token, 0.F),
+            .logprob = call.element(Slot::grad_logprobs, token, 0.F),
+            .entropy = call.element(Slot::grad_entropy, token, 0.F)};
+}
+
 bool CpuCall::has_right_teacher(std::int64_t token) const {
     for (std::int64_t k = 0; k < spec_.teacher_top_k; ++k) {
         const std::int64_t id = given_teacher_id(token, k);

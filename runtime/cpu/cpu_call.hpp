@@ -88,4 +88,7 @@ private:
     const std::int64_t* slots_;
 };
 
+/// Gradients that reach a token of a backward call.
+[[nodiscard]] RowUpstream upstream_of(const CpuCall& call, std::int64_t token, const MeanDivisors& divisors, const LossOptions& options);
+
 }  // namespace flce

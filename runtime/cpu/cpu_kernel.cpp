@@ -3,6 +3,7 @@
 #include "generator/logit_transforms.hpp"
 #include "generator/planner.hpp"
 #include "runtime/cpu/passes.hpp"
+#include "runtime/cpu/support.hpp"
 #include "runtime/host/object_file.hpp"
 #include "runtime/kernel_factory.hpp"
 
@@ -85,6 +86,9 @@ private:
 
     void run(Pass pass, const std::int64_t* slots, Stream) const override {
         const CpuCall call(spec(), slots);
+        if (spec().support && pass != Pass::merge) {
+            return (pass == Pass::forward ? run_cpu_support_forward : run_cpu_support_backward)(context_, call);
+        }
         switch (pass) {
             case Pass::forward: return (has_teacher_head(spec()) ? run_cpu_divergence : run_cpu_forward)(context_, call);
             case Pass::merge: return (has_teacher_head(spec()) ? run_cpu_divergence_merge : run_cpu_merge)(call);
@@ -94,11 +98,13 @@ private:
 
     std::int64_t workspace_bytes_of(Pass pass, std::int64_t num_tokens) const override {
         if (pass == Pass::merge) return 0;
+        if (spec().support) return cpu_support_layout(spec(), plan(), context_.threads, num_tokens).bytes;
         return pass == Pass::backward ? cpu_backward_layout(spec(), plan(), context_.threads, num_tokens, spec().vocab_size).bytes
                                       : cpu_forward_layout(spec(), plan(), context_.threads, num_tokens, spec().vocab_size).bytes;
     }
 
     std::int64_t retained_bytes_of(std::int64_t num_tokens, RetainedPlace place, std::int64_t vocab_columns) const override {
+        if (spec().support) return 0;
         if (place == RetainedPlace::own) return num_tokens * vocab_columns * retained_logit_bytes(spec(), plan());
         if (has_teacher_head(spec())) return 0;
         // Vocabulary by vocabulary: a strip's logits must lie where only later strips' gradients do.

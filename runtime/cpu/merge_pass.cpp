@@ -29,7 +29,8 @@ public:
                 write_no_top_classes(call_, token);
                 continue;
             }
-            const RowSums sums = merged(token);
+            const RowSums found = merged(token);
+            const RowSums sums = call_.spec().support ? of_support(found) : found;
             merge_teacher(token);
             merge_top_classes(call_, first_, token, sums);
             const float class_weight = call_.element(Slot::target_class_weight, token, 1.F);

@@ -15,8 +15,12 @@ void CpuTeacher::keep_logits(std::int64_t token, const float* logits, std::int64
     for (std::int64_t k = 0; k < count_; ++k) {
         const std::int64_t column = call_.column_of(call_.teacher_id(token, k)) - first;
         if (column < 0 || column >= columns) continue;
-        (call_.has(Slot::partial_sums) ? partial_sums_.teacher_logit(token, k) : logprobs_[at(token, k)]) = logits[column];
+        keep_logit(token, k, logits[column]);
     }
+}
+
+void CpuTeacher::keep_logit(std::int64_t token, std::int64_t k, float logit) const {
+    (call_.has(Slot::partial_sums) ? partial_sums_.teacher_logit(token, k) : logprobs_[at(token, k)]) = logit;
 }
 
 float CpuTeacher::finish(std::int64_t token, const RowSums& sums) const {

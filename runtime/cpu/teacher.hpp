@@ -25,6 +25,8 @@ public:
     /// Forward, for tokens that are not ignored: keeps those of the named classes' logits that lie in the vocabulary's columns `first` to
     /// `first + columns`. Every class's logit passes once, on any thread.
     void keep_logits(std::int64_t token, const float* logits, std::int64_t first, std::int64_t columns) const;
+    /// Forward with support, or a token's k-th class alone: keeps its logit.
+    void keep_logit(std::int64_t token, std::int64_t k, float logit) const;
     /// Merge: the logit of the k-th class.
     void set_logit(std::int64_t token, std::int64_t k, float logit) const { logprobs_[at(token, k)] = logit; }
     /// Makes log-probabilities of the kept logits; returns the teacher's cross entropy.

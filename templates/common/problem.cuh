@@ -37,6 +37,7 @@ struct PlainProblem {
     enum : bool { square_sum = false };                  ///< RowSums::exp_sq_sum is wanted
     enum : bool { stores_derivative = false };           ///< retained exponentials are multiplied by the logits' derivative
     enum : bool { teacher = false };                     ///< rows have classes that a teacher names
+    enum : bool { support = false };                     ///< a row's softmax is over the classes that its teacher names
     enum : bool { divergence = false };                  ///< the loss is a divergence from a teacher's head
     enum : bool { sums_bias = false };                   ///< SumsBias
     enum : bool { shard = false };                       ///< the vocabulary lies on several ranks

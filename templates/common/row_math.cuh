@@ -32,6 +32,15 @@ struct RowSums {
 /// Sums of no class. `max`: any number, the lowest or −inf.
 FLCE_HOST_DEVICE RowSums sums_of_nothing(float max, float target_logit) { return {max, 0.f, 0.f, 0.f, target_logit, 0.f, FLCE_NO_CLASS}; }
 
+/// Sums of the classes that a token names, where they alone are its softmax: a token that names none has an lse and an entropy of 0.
+FLCE_HOST_DEVICE RowSums of_support(RowSums sums) {
+    if (sums.exp_sum != 0.f) return sums;
+    sums.max = 0.f;
+    sums.exp_sum = 1.f;
+    sums.exp_z_sum = 0.f;
+    return sums;
+}
+
 /// Whether logits can be divided by t: neither t nor its reciprocal is near the end of fp32's range.
 FLCE_HOST_DEVICE bool is_temperature(float t) { return t >= 0x1p-100f && t <= 0x1p100f; }
 

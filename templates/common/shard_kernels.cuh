@@ -171,7 +171,8 @@ __device__ __forceinline__ void merge_shards(const MergeShardsParams& p) {
     const bool first = merged.part == 0 && row < p.rows;
     const int target = row < p.rows ? load_target<Problem>(p.targets, p.temperature, row) : kIgnored;
     const float* const of_row = p.sums + row;
-    const RowSums sums = sums_of_shards<Problem>(p, merged);
+    const RowSums found = sums_of_shards<Problem>(p, merged);
+    const RowSums sums = Problem::support ? of_support(found) : found;
     float c_y = 1.f;
     float total = static_cast<float>(whole_vocab_size<Problem>());
     if constexpr (Problem::class_weight) {

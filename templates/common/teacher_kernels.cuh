@@ -2,7 +2,7 @@
 // dz going backward.
 #pragma once
 
-#include "flce/common/logit_epilogue.cuh"
+#include "flce/common/named_rows.cuh"
 
 namespace flce {
 
@@ -12,104 +12,15 @@ struct Taught : Problem {
     enum : bool { teacher = true };
 };
 
-/// The class at place `at` of the rows' ids, as load_target has labels; kIgnored: none; kOutOfRange, which counts as none.
-template <class Problem>
-__device__ __forceinline__ int teacher_id(const TeacherParams& p, long long at) {
-    const long long id = p.bits == 64 ? static_cast<const long long*>(p.ids)[at] : static_cast<const int*>(p.ids)[at];
-    if constexpr (Problem::shard) {
-        if (id >= 0 && id < Problem::whole_vocab_size) return index_in_shard(p, id);
-    } else {
-        if (id >= 0 && id < Problem::vocab_size) return static_cast<int>(id);
-    }
-    return id == -1 ? kIgnored : kOutOfRange;
-}
-
-/// Place where forward keeps the logit of a row's class number k.
-template <class Problem>
-__device__ __forceinline__ float& teacher_logit(const TeacherParams& p, long long row, int k) {
-    return Problem::shard ? p.logprobs[k * p.shard_rows + row] : p.logprobs[row * p.top_k + k];
-}
-
-__device__ __forceinline__ float warp_sum(float value) {
-    for (int lanes = 16; lanes > 0; lanes /= 2) value += __shfl_xor_sync(0xffffffffu, value, lanes);
-    return value;
-}
-
-/// 8 elements that begin on 16 bytes, as numbers.
-__device__ __forceinline__ void load_eight(float (&to)[8], const float* from) {
-    unsigned words[4];
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        ptx::ld_global_v4(words, from + 4 * half);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) to[4 * half + i] = __uint_as_float(words[i]);
-    }
-}
-template <class Element>
-__device__ __forceinline__ void load_eight(float (&to)[8], const Element* from) {
-    unsigned words[4];
-    ptx::ld_global_v4(words, from);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        to[2 * i] = Numeric<Element>::first(words[i]);
-        to[2 * i + 1] = Numeric<Element>::second(words[i]);
-    }
-}
-
-/// A warp's hidden · weight of one row and one class, as the GEMMs read the weight; every lane gets it.
-template <class Problem>
-__device__ __forceinline__ float product_of_class(const void* hidden, const void* weight, int id) {
-    using Element = typename Problem::Element;
-    using Weight = Select<Problem::rounds_weight, float, Element>;
-    const Element* const h = static_cast<const Element*>(hidden);
-    const Weight* const w = weight_at<Problem>(static_cast<const Weight*>(weight), id, 0);
-    const auto read = [](float value) { return Problem::rounds_weight ? to_float(Numeric<Element>::from_float(value)) : value; };
-    const int lane = static_cast<int>(threadIdx.x) % 32;
-    float sum = 0.f;
-    if constexpr (Problem::hidden_major) {
-#pragma unroll 4
-        for (int d = lane; d < Problem::hidden_size; d += 32) {
-            sum = __fmaf_rn(to_float(h[d]), read(to_float(w[d * Problem::padded_vocab_size])), sum);
-        }
-    } else {
-#pragma unroll 4
-        for (int d = 8 * lane; d < Problem::hidden_size; d += 8 * 32) {
-            float of_hidden[8];
-            float of_weight[8];
-            load_eight(of_hidden, h + d);
-            load_eight(of_weight, w + d);
-#pragma unroll
-            for (int i = 0; i < 8; ++i) sum = __fmaf_rn(of_hidden[i], read(of_weight[i]), sum);
-        }
-    }
-    return warp_sum(sum);
-}
-
 /// Logits of the classes, where their log-probabilities will be; 0 at no class and in ignored rows. In a shard they are a part of its sums:
-/// −inf there, and at classes that another shard has. A block has a row, a warp every eighth of its classes.
+/// −inf there, and at classes that another shard has. A block has a row.
 template <class Problem>
 __device__ __forceinline__ void teacher_logits(const TeacherLogitsParams& p) {
-    using Element = typename Problem::Element;
-    const int row = static_cast<int>(blockIdx.x);
-    const ListedRow listed = listed_row<Problem>(p.list, p.targets, p.temperature, row);
-    const int lane = static_cast<int>(threadIdx.x) % 32;
-    const Element* const hidden = static_cast<const Element*>(p.hidden) + static_cast<long long>(listed.row) * Problem::hidden_size;
-    for (int k = static_cast<int>(threadIdx.x) / 32; k < p.teacher.top_k; k += kRowThreads / 32) {
-        const long long at = static_cast<long long>(listed.row) * p.teacher.top_k + k;
-        const int id = listed.target < 0 ? kIgnored : teacher_id<Problem>(p.teacher, at);
-        float logit = Problem::shard ? -infinity() : 0.f;
-        if (id >= 0 && !(Problem::shard && id == kElsewhere)) {
-            float x = product_of_class<Problem>(hidden, p.weight, id);
-            if constexpr (Problem::bias) x += to_float(static_cast<const Element*>(p.bias)[id]);
-            logit = Problem::transform(x, p.transform).value;
-            if constexpr (Problem::temperature) logit = Tempering(p.temperature[listed.row]).divided(logit);
-        }
-        if (lane != 0) continue;
-        teacher_logit<Problem>(p.teacher, listed.row, k) = logit;
-        if (id == kOutOfRange && p.invalid_label != nullptr) {
-            atomicMin(p.invalid_label, static_cast<unsigned long long>(p.first_row + listed.row));
-        }
-    }
+    __shared__ NamedPlaces named;
+    const ListedRow listed = listed_row<Problem>(p.list, p.targets, p.temperature, static_cast<int>(blockIdx.x));
+    load_named<Problem>(p, named, listed);
+    named_logits<Problem>(p, named, listed.row,
+                          [&](int i, float logit) { teacher_logit<Problem>(p.teacher, listed.row, named.places[i]) = logit; });
 }
 
 /// A row as the warps of a block see it that finish its classes.
@@ -155,19 +66,31 @@ struct TeacherSums {
 template <class Problem>
 __device__ __forceinline__ TeacherSums teacher_sums(const TeacherParams& p, long long row) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
+    constexpr int kAtOnce = 4;  // rows whose loads are on their way together
     TeacherSums mine{0.f, 0.f};
-    for (int of = 0; of < 32; ++of) {
-        const long long of_row = __shfl_sync(0xffffffffu, row, of);
-        if (of_row < 0) continue;
-        TeacherSums sums{0.f, 0.f};
+    for (int first = 0; first < 32; first += kAtOnce) {
+        long long rows[kAtOnce];
+        TeacherSums sums[kAtOnce] = {};
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) rows[i] = __shfl_sync(0xffffffffu, row, first + i);
         for (int k = lane; k < p.top_k; k += 32) {
-            const long long at = of_row * p.top_k + k;
-            const float probability = teacher_id<Problem>(p, at) < 0 ? 0.f : p.probs[at];
-            sums.sum += probability;
-            sums.sizes += fabsf(probability);
+            float probabilities[kAtOnce];
+#pragma unroll
+            for (int i = 0; i < kAtOnce; ++i) {
+                const long long at = max(rows[i], 0ll) * p.top_k + k;
+                probabilities[i] = rows[i] < 0 || teacher_id<Problem>(p, at) < 0 ? 0.f : p.probs[at];
+            }
+#pragma unroll
+            for (int i = 0; i < kAtOnce; ++i) {
+                sums[i].sum += probabilities[i];
+                sums[i].sizes += fabsf(probabilities[i]);
+            }
         }
-        sums = {warp_sum(sums.sum), warp_sum(sums.sizes)};
-        if (lane == of) mine = sums;
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+            const TeacherSums of_row{warp_sum(sums[i].sum), warp_sum(sums[i].sizes)};
+            if (lane == first + i) mine = of_row;
+        }
     }
     return mine;
 }

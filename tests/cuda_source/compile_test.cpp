@@ -47,19 +47,27 @@ constexpr Variant kShardEverything = {
     "Fp16ShardEverything",
     "D=200,V=1001,whole_vocab_size=3000,dtype=fp16,grad_hidden_dtype=fp32,bias,class_weight,label_smoothing=0.1,z_loss=0.001,softcap=30,"
     "logit_scale=0.5,temperature,outputs=loss+lse+logprobs+entropy+top1+log_sum_sq_probs"};
+constexpr Variant kSupport = {"Bf16Support", "D=2048,V=151936,teacher_top_k=64,support,outputs=loss+lse+entropy"};
+constexpr Variant kSupportEverything = {
+    "Fp16SupportEverything",
+    "D=200,V=1001,whole_vocab_size=3000,padded_vocab_size=1008,dtype=fp16,layout=hidden_major,weight_dtype=fp32,grad_hidden_dtype=fp32,"
+    "grad_weight_mode=accumulate,bias,temperature,token_weight,softcap=30,logit_scale=0.5,teacher_top_k=5,support,outputs=loss+lse+"
+    "entropy"};
 constexpr Variant kFp32Weight = {"Bf16Fp32Weight", "D=2048,V=151936,weight_dtype=fp32"};
 
 class CudaSourceCompile : public testing::TestWithParam<std::tuple<const char*, Variant>> {};
 
 constexpr const char* kArchitectures[] = {"sm_80", "sm_90a", "sm_100a", "sm_120"};
-constexpr Variant kVariants[] = {kPlain,  kEverything, kFp16HiddenMajor,   kFp32Everything, kFp32Weight,
-                                 kTokens, kTeacher,    kTeacherEverything, kShard,          kShardEverything};
+constexpr Variant kVariants[] = {kPlain,   kEverything,        kFp16HiddenMajor, kFp32Everything,  kFp32Weight, kTokens,
+                                 kTeacher, kTeacherEverything, kShard,           kShardEverything, kSupport,    kSupportEverything};
 
 // Every path with every option, and each architecture, are quick. Architectures without a path of their own have the kernels of sm_80.
 Level level_of(std::string_view arch, std::string_view variant) {
     const bool plain = variant == kPlain.name;
     const bool fp32 = variant == kFp32Everything.name;
     const bool everything = variant.ends_with("Everything");
+    // One path on every architecture.
+    if (variant.find("Support") != std::string_view::npos) return arch == "sm_80" ? Level::quick : Level::nightly;
     if (arch == "sm_100a") return fp32 ? Level::full : Level::quick;  // the path of library products, whose kernels are small
     if (arch == "sm_120") return fp32 || plain ? Level::quick : Level::nightly;
     if (arch != "sm_80" && arch != "sm_90a") return Level::nightly;
@@ -71,7 +79,8 @@ Level level_of(std::string_view arch, std::string_view variant) {
 
 void expect_sound(const std::vector<KernelResources>& report, const Plan& plan) {
     for (const KernelResources& used : report) {
-        const bool of_rows = used.name.starts_with("flce_teacher") || used.name.starts_with("flce_retained");
+        const bool of_rows = used.name.starts_with("flce_teacher") || used.name.starts_with("flce_retained") ||
+                             used.name.starts_with("flce_gather") || used.name.starts_with("flce_sort");
         if (!test::has_main_loop(used.name) && !of_rows) continue;
         EXPECT_EQ(used.stack_bytes, 0) << used.name << " with " << plan.text();
         EXPECT_EQ(used.spill_store_bytes, 0) << used.name << " with " << plan.text();

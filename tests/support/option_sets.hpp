@@ -42,6 +42,16 @@ inline void apply_everything_with_teacher(Spec& s) {
     s.hard_weight = 0.3;
 }
 
+/// A softmax over a token's own classes with every option that it may have.
+inline void apply_everything_with_support(Spec& s) {
+    apply_everything(s);
+    s.class_weight = s.dft = false;
+    s.label_smoothing = s.z_loss = 0;
+    s.teacher_top_k = 9;
+    s.support = true;
+    s.outputs = {true, true, false, true};
+}
+
 /// A parameter in fp32 under autocast.
 inline void apply_weight_fp32(Spec& s) { s.weight_dtype = s.grad_weight_dtype = DType::fp32; }
 
@@ -66,8 +76,15 @@ inline void apply_padding(Spec& s) { s.padded_vocab_size = (s.vocab_size + 64) /
         {"top1", [](Spec& s) { s.outputs.top1 = true; }},
         {"log_sum_sq_probs", [](Spec& s) { s.outputs.log_sum_sq_probs = true; }},
         {"teacher", [](Spec& s) { s.teacher_top_k = 4; }},
+        {"support",
+         [](Spec& s) {
+             s.teacher_top_k = 6;
+             s.support = true;
+             s.outputs.lse = true;
+         }},
         {"everything", apply_everything},
         {"everything_teacher", apply_everything_with_teacher},
+        {"everything_support", apply_everything_with_support},
     };
     return sets;
 }
@@ -103,6 +120,13 @@ inline void apply_padding(Spec& s) { s.padded_vocab_size = (s.vocab_size + 64) /
         {"teacher_weight_fp32_accumulate",
          [](Spec& s) {
              apply_everything_with_teacher(s);
+             apply_padding(s);
+             apply_weight_fp32(s);
+             s.grad_weight_mode = GradMode::accumulate;
+         }},
+        {"support_weight_fp32_accumulate",
+         [](Spec& s) {
+             apply_everything_with_support(s);
              apply_padding(s);
              apply_weight_fp32(s);
              s.grad_weight_mode = GradMode::accumulate;

@@ -54,7 +54,8 @@ public:
     double operator()(const Token& token, std::int64_t j, double z) const {
         const Spec& spec = layer_.spec;
         const double eps = spec.label_smoothing;
-        const double p = std::exp(z - token.lse);
+        const double times = layer_.times(token.index, j);
+        const double p = times > 0 ? times * std::exp(z - token.lse) : 0;
         const double hit = j == token.label ? 1 : 0;
         const double g = loss_factor(layer_, token) *
                          upstream(layer_.grad_loss, layer_.reduction == Reduction::none ? token.index : 0, spec.outputs.loss ? 1 : 0);
@@ -92,9 +93,15 @@ private:
 template <class T>
 void token_outputs(const Layer<T>& layer, Token& token, const double* z, std::int64_t at, Result& result) {
     const std::int64_t v = layer.spec.vocab_size;
-    const double top = *std::max_element(z, z + v);
+    std::vector<double> times(static_cast<std::size_t>(v));
+    double top = -std::numeric_limits<double>::infinity();
+    for (std::int64_t j = 0; j < v; ++j) {
+        times[j] = layer.times(token.index, j);
+        if (times[j] > 0) top = std::max(top, z[j]);
+    }
     double exp_sum = 0;
-    for (std::int64_t j = 0; j < v; ++j) exp_sum += std::exp(z[j] - top);
+    for (std::int64_t j = 0; j < v; ++j) exp_sum += times[j] > 0 ? times[j] * std::exp(z[j] - top) : 0;
+    if (layer.spec.support && exp_sum == 0) top = 0, exp_sum = 1;  // nothing is named: lse and entropy are 0
     const double log_sum = std::log(exp_sum);
     const auto log_p = [&](std::int64_t j) { return (z[j] - top) - log_sum; };
     // No class takes part: Σ exp is 0. A loss is NaN then.
@@ -103,7 +110,7 @@ void token_outputs(const Layer<T>& layer, Token& token, const double* z, std::in
     double smooth = 0;
     for (std::int64_t j = 0; j < v; ++j) {
         if (eps > 0) smooth -= layer.class_weight_of(j) * log_p(j);
-        const double p = std::exp(log_p(j));
+        const double p = times[j] > 0 ? times[j] * std::exp(log_p(j)) : 0;
         if (p != 0) token.entropy -= p * log_p(j);
     }
     const double hard = -layer.class_weight_of(token.label) * log_p(token.label);

@@ -120,6 +120,13 @@ struct Layer {
             if (teacher_ids[at] >= 0 && teacher_ids[at] < spec.vocab_size) visit(teacher_ids[at], k, teacher_probs[at]);
         }
     }
+    /// How often a class takes part in a token's softmax: once; with support as often as the token names it.
+    [[nodiscard]] double times(std::int64_t token, std::int64_t vocab) const {
+        if (!spec.support) return 1;
+        double times = 0;
+        for_each_named(token, [&](std::int64_t id, std::int64_t, double) { times += id == vocab ? 1 : 0; });
+        return times;
+    }
     [[nodiscard]] double class_weight_of(std::int64_t vocab) const { return class_weight != nullptr ? double(class_weight[vocab]) : 1.0; }
 };
 

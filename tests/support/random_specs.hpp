@@ -49,6 +49,11 @@ inline Spec random_spec(Draw& draw) {
         s.teacher_top_k = 1 + static_cast<int>(draw.below(draw.coin(0.2) ? 256 : 12));
         s.hard_weight = draw.coin() ? 0 : draw.uniform(0, 1);
         s.class_weight = s.dft = false;
+        if (draw.coin(0.4)) {
+            s.support = true;
+            s.hard_weight = s.label_smoothing = s.z_loss = 0;
+            s.outputs.logprobs = s.outputs.top1 = s.outputs.log_sum_sq_probs = false;
+        }
     }
     return s.normalized();
 }

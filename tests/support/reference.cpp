@@ -31,7 +31,8 @@ float Evaluation::logit_gradient(std::int64_t i, const ReferenceToken& token, co
     const auto eps = static_cast<float>(spec_.label_smoothing);
     const auto omega = static_cast<float>(spec_.z_loss);
     const float log_p = (z - token.top) - token.log_sum;
-    const float p = std::exp(log_p);
+    const auto times = static_cast<float>(layer_.times(i, j));
+    const float p = times > 0 ? times * std::exp(log_p) : 0.0F;
     const float hit = j == token.label ? 1.0F : 0.0F;
     const auto share = static_cast<float>(layer_.hard_weight());
     const float hard = g.cross_entropy * share * (1.0F - eps) * class_weight(token.label);
@@ -71,16 +72,25 @@ float Evaluation::gradient_scale() const {
 
 void Evaluation::token_outputs(std::int64_t at, ReferenceToken& token, const float* z) {
     const std::int64_t v = spec_.vocab_size;
-    token.top = std::max(*std::max_element(z, z + v), std::numeric_limits<float>::lowest());
+    std::vector<float> times(static_cast<std::size_t>(v));
+    token.top = std::numeric_limits<float>::lowest();
+    for (std::int64_t j = 0; j < v; ++j) {
+        times[j] = static_cast<float>(layer_.times(selection_.tokens[at], j));
+        if (times[j] > 0) token.top = std::max(token.top, z[j]);
+    }
     Sum exp_sum;
-    for (std::int64_t j = 0; j < v; ++j) exp_sum.add(std::exp(z[j] - token.top));
+    for (std::int64_t j = 0; j < v; ++j) exp_sum.add(times[j] > 0 ? times[j] * std::exp(z[j] - token.top) : 0.0F);
+    if (spec_.support && exp_sum.total() == 0) {  // nothing is named
+        token.top = 0;
+        exp_sum.add(1);
+    }
     token.log_sum = std::log(exp_sum.total());
     Sum smooth;
     Sum entropy;
     const auto eps = static_cast<float>(spec_.label_smoothing);
     for (std::int64_t j = 0; j < v; ++j) {
         const float log_p = (z[j] - token.top) - token.log_sum;
-        const float p = std::exp(log_p);
+        const float p = times[j] > 0 ? times[j] * std::exp(log_p) : 0.0F;
         if (eps > 0) smooth.add(-class_weight(j) * log_p);
         if (p != 0) entropy.add(-p * log_p);
     }

@@ -15,6 +15,7 @@ bool CudaPath::is_own_of(const Device& device) const {
 }
 
 bool CudaPath::is_preferred(const Spec& spec, const Device& device) const {
+    if (spec.support || gathers) return spec.support && gathers;
     if (has_teacher_head(spec)) return calls_library;
     if (spec.top_k > 0 && calls_library) return true;
     return is_own_of(device) && spec.hidden_size >= least_hidden_size;
@@ -72,6 +73,11 @@ Reason teacher_head_problem(const Spec& spec, std::string_view path) {
     if (!has_teacher_head(spec)) return std::nullopt;
     return fmt::format("teacher_hidden_size={}: {} has one head's logits at a time; a divergence runs on cuda_lt and on CPUs",
                        spec.teacher_hidden_size, path);
+}
+
+Reason support_problem(const Spec& spec, std::string_view path) {
+    if (!spec.support) return std::nullopt;
+    return fmt::format("support: {} walks the whole vocabulary; a softmax over a token's ids runs on cuda_gather and on CPUs", path);
 }
 
 Reason retain_problem(const Spec& spec) {

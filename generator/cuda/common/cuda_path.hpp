@@ -74,6 +74,7 @@ struct CudaPath {
     std::span<const ScheduleWarps> schedules;
     int grad_weight_cluster;  ///< blocks along M that write a tile of grad_weight together
     int retained_columns;     ///< columns of a block of retained exponentials
+    bool gathers;             ///< whether kernels read the weight's rows of a spec's ids alone: for specs with `support`, and no others
     bool calls_library;       ///< whether launch programs have products by cuBLASLt, and tiles are what one of its calls computes
 
     /// Why the path cannot express `spec` with `strategy` or run on `device`, whatever the tiles.
@@ -128,6 +129,8 @@ struct CudaPath {
 [[nodiscard]] bool takes_library(const Spec& spec);
 /// Why a path that has the logits of one head at a time cannot run `spec`. `path`: its name.
 [[nodiscard]] Reason teacher_head_problem(const Spec& spec, std::string_view path);
+/// Why a path that walks the vocabulary cannot run `spec`. `path`: its name.
+[[nodiscard]] Reason support_problem(const Spec& spec, std::string_view path);
 /// Why no path can retain exponentials of `spec`.
 [[nodiscard]] Reason retain_problem(const Spec& spec);
 /// Whether gradients of retained exponentials lack label smoothing's terms, which their kernels' epilogues subtract.

@@ -25,7 +25,10 @@ namespace flce {
     X(divergence_sums) X(divergence_mixture) X(divergence_outputs) X(divergence_retained)                 \
     X(divergence_shard_sums)                                                                              \
     /* Around the products of a library. */                                                               \
-    X(stale_sums) X(stale_rows) X(scaled_hidden) X(finish_hidden) X(finish_weight)                                      \
+    X(stale_sums) X(stale_rows) X(scaled_hidden) X(finish_hidden) X(finish_weight)                        \
+    /* Over the ids of each row alone. */                                                                 \
+    X(gather_forward) X(gather_hidden) X(sort_counts) X(sort_sums) X(sort_places) X(gather_weight)        \
+    X(gather_joints)                                                                                      \
     /* Both passes. */                                                                                    \
     X(prepare) X(gather_rows) X(round_weight)
 // clang-format on

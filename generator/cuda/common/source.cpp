@@ -76,6 +76,7 @@ std::string problem_struct(const Spec& spec, const Plan& plan, const KernelFamil
     if (spec.top_k > 0) text += fmt::format("    enum : int {{ top_k = {} }};\n", spec.top_k);
     if (spec.outputs.log_sum_sq_probs) text += "    enum : bool { square_sum = true };\n";
     if (spec.temperature) text += "    enum : bool { temperature = true };\n";
+    if (spec.support) text += "    enum : bool { support = true };\n";
     if (has_teacher_head(spec)) {
         text += "    enum : bool { divergence = true };\n";
         text += fmt::format("    enum : int {{ divergence_form = {} }};\n", static_cast<int>(divergence_form(spec.divergence_beta)));

@@ -31,6 +31,7 @@ Reason problem(const Spec& spec, const Device& device, Strategy strategy) {
         if (spec.layout != WeightLayout::hidden_major || row % 8 == 0) continue;
         return fmt::format("layout=hidden_major with rows of {}: {} needs rows of a multiple of 8; others run on cuda_sm80", row, kName);
     }
+    if (auto reason = support_problem(spec, kName)) return reason;
     if (auto reason = oldest_gpu_problem(device)) return reason;
     if (strategy != Strategy::retain) return std::nullopt;
     if (has_teacher_head(spec) && spec.dtype != DType::fp32) return std::nullopt;
@@ -125,6 +126,7 @@ constinit const CudaPath kPathLt{
     .schedules = {},
     .grad_weight_cluster = 1,
     .retained_columns = kLtRetainedColumns,
+    .gathers = false,
     .calls_library = true,
     .problem = lt::problem,
     .tile_problem = lt::tile_problem,

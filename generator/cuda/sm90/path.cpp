@@ -47,6 +47,7 @@ constinit const CudaPath kPathSm90{
     .schedules = sm90::kSchedules,
     .grad_weight_cluster = sm90::kClusterBlocks,
     .retained_columns = kRetainedColumns,
+    .gathers = false,
     .calls_library = false,
     .problem = sm90::problem,
     .tile_problem = sm90::tile_problem,

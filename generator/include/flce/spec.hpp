@@ -69,6 +69,8 @@ struct Spec {
     int teacher_top_k = 0;         ///< K, 0 to 1024: a call has K ids of classes and their probabilities for each token (the teacher's); 0:
                                    ///< none. Not together with class_weight or dft
     double hard_weight = 0.0;      ///< 0 to 1, with teacher_top_k: the share of the target's cross entropy
+    bool support = false;          ///< with teacher_top_k: a token's softmax is over its K ids alone, each as often as it is named. Nothing
+                                   ///< else of the vocabulary is looked at. With a hard_weight of 0; outputs are loss, lse and entropy
     std::int64_t teacher_hidden_size = 0;  ///< D_t: the loss is the divergence from a teacher's head over the same classes. Its hidden
                                            ///< states have D_t numbers (a multiple of 8), its weight V rows in the spec's layout and dtype.
                                            ///< 0: none. Not together with options of a target's cross entropy
@@ -96,8 +98,8 @@ struct Spec {
 /// Parses "key=value,flag,…", the JSON object that parse_spec_json reads, or "@file.json" (a file that holds one). Keys: D or hidden_size,
 /// V or vocab_size, padded_vocab_size, whole_vocab_size, dtype, layout, tied, weight_dtype, grad_hidden_dtype, grad_weight_dtype,
 /// grad_weight_mode, bias, class_weight, temperature, token_weight, batch_invariant, dft, logit_scale, softcap, label_smoothing, z_loss,
-/// teacher_top_k, hard_weight, teacher_hidden_size, divergence_beta, teacher_bias, teacher_logit_scale, teacher_softcap, top_k, outputs
-/// (names joined by '+': loss+lse+logprobs+entropy+top1+log_sum_sq_probs). dtypes: bf16, fp16, fp32, or torch's bfloat16, float16,
+/// teacher_top_k, hard_weight, support, teacher_hidden_size, divergence_beta, teacher_bias, teacher_logit_scale, teacher_softcap, top_k,
+/// outputs (names joined by '+': loss+lse+logprobs+entropy+top1+log_sum_sq_probs). dtypes: bf16, fp16, fp32, or torch's bfloat16, float16,
 /// float32. D and V are required; dtype defaults to bf16, weight_dtype and grad_hidden_dtype to dtype, grad_weight_dtype to weight_dtype,
 /// grad_weight_mode to write, or accumulate where tied is set. The result is normalized. Throws SpecError for an unknown or repeated key
 /// and for a bad value, EnvironmentError for a file that cannot be read.

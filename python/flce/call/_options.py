@@ -77,6 +77,7 @@ OPTIONS = {
     "token_weight": Option("call", "Tensor | None", None, "[...]", _LOSS),
     "grad_weight_out": Option("call", "Tensor | None", None, "[V, D]", _AT),
     "offsets": Option("call", "Tensor | None", None, "[N + 1]", "logprobs_at"),
+    "normalize": Option("call", "str", "vocabulary", "vocabulary, support", "logprobs_at"),
     "max_ids": Option("call", "int | None", None, "1 or above", "logprobs_at"),
     "loss_weights": Option("call", "Sequence[float] | None", None, "a number for each of several hidden states", "cross_entropy"),
     "return_lse": Option("outputs", "bool", False, _FLAG, f"{_LOSS} logprobs_at"),

@@ -46,6 +46,7 @@ class _Layer(_Head, total=False):
 
 class _LogprobsAt(_Head, total=False):
     offsets: Tensor | None
+    normalize: str
     max_ids: int | None
 
 

@@ -25,6 +25,7 @@ def spec_text(
     batch_invariant: bool = False,
     teacher_top_k: int = 0,
     hard_weight: float = 0.0,
+    support: bool = False,
 ) -> str:
     """The options as keys of a Spec's text; what is at its default is left out."""
     parts = []
@@ -38,7 +39,7 @@ def spec_text(
     for name, (value, default) in values.items():
         if value is not None and (parsed := number(name, value)) != default:
             parts.append(f"{name}={parsed!r}")
-    for name, flag in (("batch_invariant", batch_invariant), ("dft", dft)):
+    for name, flag in (("batch_invariant", batch_invariant), ("dft", dft), ("support", support)):
         checks.flag(name, flag)
         if flag:
             parts.append(name)
@@ -55,6 +56,13 @@ def number(name: str, value: Any) -> float:
             f"{name} is a {type(value).__name__}; it must be a number (a constant: no tensor, and no argument of a traced function)"
         )
     return float(value)
+
+
+def is_support(normalize: Any) -> bool:
+    """Whether `normalize` of linear_logprobs_at asks for the softmax over a token's own ids."""
+    if normalize not in ("vocabulary", "support"):
+        raise errors.ArgumentError(f"normalize is {normalize!r}; allowed are 'vocabulary' and 'support'")
+    return bool(normalize == "support")
 
 
 def reduction_code(given: Any) -> int:

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from flce import errors
+from flce.call import _spec_text
 from flce.core import checks
 from flce.jax import _calls, _contrastive, _depths, _layer, _library, _mesh, _rows, _targets
 from flce.jax._library import check_labels
@@ -339,6 +340,7 @@ def linear_logprobs_at(
     weight: Any,
     ids: Any,
     *,
+    normalize: str = "vocabulary",
     weight_layout: str = "vocab_major",
     bias: Any = None,
     logit_scale: float | None = None,
@@ -350,9 +352,10 @@ def linear_logprobs_at(
     workspace_limit_bytes: int | None = None,
     axis_name: str | None = None,
 ) -> Any:
-    """log p of several classes of every token, with p the softmax over the whole vocabulary.
+    """log p of several classes of every token, with p the softmax over the whole vocabulary, or over these classes alone.
 
     Args:
+        normalize: "vocabulary", or "support" for the softmax over a token's own ids, each as often as it is named; lse and entropy too.
         ids: [..., K] int32 or int64, K from 1 to 1024: classes in any order, -1 for none. Equal ids are places of their own, whose
             gradients add up. Another number outside the vocabulary counts as none, and `check_labels` reports its row.
         The others as in `linear_cross_entropy`; lse and entropy are 0 for tokens that name no class.
@@ -372,6 +375,7 @@ def linear_logprobs_at(
             _targets.rows_with_a_class(ids, _IGNORED),
             outputs,
             named=True,
+            support=_spec_text.is_support(normalize),
             weight_layout=weight_layout,
             ignore_index=_IGNORED,
             batch_invariant=batch_invariant,
