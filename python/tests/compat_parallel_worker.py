@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
 
 import flce
-from flce.compat import cce, verl
+from flce.compat import cce, skyrl, verl
 from flce.compat.torchtune import LinearCrossEntropyLoss
 from flce.core import _once
 
@@ -277,6 +277,45 @@ def verl_refusals() -> None:
     refused(flce.PlacementError, "leave a gap", lambda: call(11 + dist.get_rank(), dist.group.WORLD))
 
 
+# ── SkyRL ───────────────────────────────────────────
+
+
+def skyrl_scores(dtype: torch.dtype) -> None:
+    """Sets whose classes lie on one rank, on several or nowhere, and sampled tokens in them and outside."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    layer = layer_of(dtype, shape=(3, 7), ignore_index=None, vocab_size=ROWS * ranks)
+    support = torch.randint(0, ROWS * ranks, (3, 7, 3), generator=generator(4), dtype=torch.int32)
+    support[0, :, 0], support[1, :2], support[2, 2, 2] = layer.target[0], -1, -1
+    members, valid, exact = support >= 0, (support >= 0).any(-1), layer.in_double()
+    logits = exact.logits(temperature=0.7)
+    kept = torch.where(members, logits.gather(-1, support.clamp(min=0).long()), torch.where(valid, -torch.inf, 0.0)[..., None])
+    right = torch.where(valid, logits.gather(-1, layer.target[..., None]).squeeze(-1) - kept.logsumexp(-1), 0.0)
+    log_softmax = torch.where(members, kept.log_softmax(-1), 0.0)
+    right_entropy = -torch.where(members, log_softmax.exp() * log_softmax, 0.0).sum(-1)
+    upstream = torch.randn(3, 7, generator=generator(9))
+    ((right + right_entropy) * upstream).sum().backward()
+    rows = slice(ROWS * rank, ROWS * (rank + 1))
+    hidden, weight = leaf(layer.hidden), leaf(layer.weight[rows])
+    part: dict[str, Any] = {"vocab_start_index": rows.start, "vocab_end_index": rows.stop, "tp_group": dist.group.WORLD}
+    made = skyrl.sample_support_scores(
+        hidden,
+        layer.target,
+        support,
+        lm_head_weight=weight,
+        temperature=0.7,
+        compute_entropy=True,
+        entropy_requires_grad=True,
+        **part,
+    )
+    assert made.entropy is not None and torch.equal(made.valid_mask, valid)
+    for value, expected in ((made.logprobs, right), (made.entropy, right_entropy)):
+        assert_close(value, expected, dtype, output=True, factor=4.0)
+        same_on_every_rank(value)
+    ((made.logprobs + made.entropy) * upstream).sum().backward()
+    assert_close(summed(gradient(hidden)), gradient(exact.hidden), dtype, factor=2.0)
+    close(gradient(weight), gradient(exact.weight)[rows], dtype)
+
+
 # ── torchtune ───────────────────────────────────────
 
 
@@ -417,6 +456,7 @@ CASES: list[tuple[Any, ...]] = [
     *((verl_logprobs, torch.float32, *how) for how in (("sum", False), ("none", True))),
     *((verl_top_k, dtype) for dtype in DTYPES),
     (verl_refusals,),
+    *((skyrl_scores, dtype) for dtype in DTYPES),
     *((torchtune_head, *how) for how in itertools.product(DTYPES, ("Shard(1)", "part"), FLAGS)),
     *((torchtune_head, torch.float32, kind, True, 9) for kind in ("Shard(1)", "Shard(2)", "Replicate", "whole")),
     *((torchtune_hooked, kind) for kind in ("Shard(1)", "part", "whole")),

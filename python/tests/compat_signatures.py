@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flce.compat import cce, liger, quack, sentence_transformers, torchtune, verl
+from flce.compat import cce, liger, prime_rl, quack, sentence_transformers, skyrl, torchtune, verl
 
 ROOT = Path(__file__).resolve().parents[2]
 REQUIRED = "(required)"
@@ -148,6 +148,8 @@ RELEASED = [
 _CCE = "apple/ml-cross-entropy@d42911f"  # 25.6.4
 _TORCHTUNE = "pytorch/torchtune@bd2a0fc"
 _VERL = "verl-project/verl@c8bb9d4"
+_PRIME_RL = "PrimeIntellect-ai/prime-rl@2893045"
+_SKYRL = "kvnloo/SkyRL@dfd9f3d"  # a fork with NovaSky-AI/SkyRL's open pull requests up to #2241
 DECLARED = [
     StandIn(cce.linear_cross_entropy, _CCE, "", "linear_cross_entropy"),
     StandIn(cce.LinearCrossEntropy.__init__, _CCE, "", "LinearCrossEntropy.__init__"),
@@ -161,6 +163,10 @@ DECLARED = [
     StandIn(torchtune.LinearCrossEntropyLoss.apply_compile_strategy, _TORCHTUNE, "", "LinearCrossEntropyLoss.apply_compile_strategy"),
     StandIn(torchtune.LinearCrossEntropyLoss.patch_tp_plan, _TORCHTUNE, "", "LinearCrossEntropyLoss.patch_tp_plan"),
     StandIn(verl.linear_topk_log_probs, _VERL, "", "linear_topk_log_probs"),
+    StandIn(prime_rl.FusedOutputLinear.__init__, _PRIME_RL, "", "FusedOutputLinear.__init__"),
+    StandIn(prime_rl.FusedOutputLinear.forward, _PRIME_RL, "", "FusedOutputLinear.forward"),
+    StandIn(skyrl.SampleSupportScores, _SKYRL, "", "SampleSupportScores"),
+    StandIn(skyrl.sample_support_scores, _SKYRL, "", "sample_support_scores"),
 ]
 DECLARATIONS = """
 def linear_cross_entropy(
@@ -192,4 +198,18 @@ class LinearCrossEntropyLoss:
     def patch_tp_plan(self, tp_plan): ...
 
 def linear_topk_log_probs(hidden, weight, topk_ids, temperature=1.0, dist_process_group=None, chunk_size=None): ...
+
+class FusedOutputLinear:
+    def __init__(self, in_features, out_features, chunk_size): ...
+    def forward(self, hidden_states, labels=None, temperature=None, sampling_mask=None): ...
+
+class SampleSupportScores:
+    logprobs: object
+    entropy: object
+    valid_mask: object
+
+def sample_support_scores(
+    logits_or_hidden, sampled_ids, support_ids, *, vocab_start_index, vocab_end_index, tp_group, compute_entropy=False,
+    entropy_requires_grad=False, lm_head_weight=None, temperature=1.0, chunk_size=None,
+): ...
 """

@@ -138,12 +138,13 @@ print("flce.compat" in sys.modules)
 before = set(sys.modules)
 print([getattr(flce.compat, name).__name__ for name in sorted(flce.compat.__all__)])
 new = set(sys.modules) - before
-peers = {"liger_kernel", "cut_cross_entropy", "verl", "torchtune", "quack", "sentence_transformers", "triton"}
+peers = {"liger_kernel", "cut_cross_entropy", "verl", "torchtune", "quack", "sentence_transformers", "prime_rl", "skyrl", "triton"}
 print(sorted(name for name in new if name.split(".")[0] in peers or name.startswith(("torch.distributed", "torch._dynamo"))))
 """
 
 
 def test_stand_ins_are_imported_when_they_are_asked_for_and_bring_no_peer() -> None:
     done = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True, check=True)
-    modules = [f"flce.compat.{name}" for name in ("cce", "liger", "quack", "sentence_transformers", "torch", "torchtune", "verl")]
+    names = ("cce", "liger", "prime_rl", "quack", "sentence_transformers", "skyrl", "torch", "torchtune", "verl")
+    modules = [f"flce.compat.{name}" for name in names]
     assert done.stdout.splitlines() == ["False", str(modules), "[]"]

@@ -9,9 +9,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from flce.compat import cce, liger, quack, sentence_transformers, torch, torchtune, verl
+    from flce.compat import cce, liger, prime_rl, quack, sentence_transformers, skyrl, torch, torchtune, verl
 
-__all__ = ["cce", "liger", "quack", "sentence_transformers", "torch", "torchtune", "verl"]
+__all__ = ["cce", "liger", "prime_rl", "quack", "sentence_transformers", "skyrl", "torch", "torchtune", "verl"]
 
 
 def __getattr__(name: str) -> Any:

@@ -34,5 +34,9 @@ last_stage.head, losses = torch.nn.Linear(16, 64, bias=False, device=device), []
 class ScheduleZBVZeroBubble(schedules.ScheduleZBVZeroBubble):  # the last stage's rank has the first one, too
     def step(self, **given):
         return super().step(labels, **given)
+# %% Sampling masks of prime-rl and SkyRL
+from types import SimpleNamespace
+
+lm_head, replay = SimpleNamespace(), SimpleNamespace()  # the trainers' modules
 # %% Plain torch
 model, head = torch.nn.Embedding(64, 16, device=device), torch.nn.Linear(16, 64, bias=False, device=device)
