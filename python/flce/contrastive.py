@@ -22,11 +22,13 @@ from flce.core import _autograd, checks
 from flce.parallel import _blocks, _parallel
 
 _REDUCTIONS = ("none", "sum", "mean")
-_VALUES = ("dtype", "documents_per_block", "scale", "reduction")  # arguments that ranks tell each other as numbers
+_VALUES = ("dtype", "documents_per_block", "scale", "reduction", "negatives")  # arguments that ranks tell each other as numbers
+_MOST_NEGATIVES = 1023  # beside a positive
 _SAID_OF = {
     "queries": "has {} rows",
     "D": "is {} long",
     "documents_per_block": "is {}, 0 for none",
+    "negatives": "has {} of each query, 0 for none",
     **dict.fromkeys(("dtype", "scale", "reduction"), "is {}"),
 }
 _AS_DTENSOR = {True: " as a DTensor, where a local tensor (to_local()) is taken", False: ""}
@@ -38,6 +40,7 @@ def info_nce(
     *,
     scale: Tensor | float = 1.0,
     positives: Tensor | None = None,
+    negatives: Tensor | None = None,
     negative_log_q: Tensor | None = None,
     symmetric: bool = False,
     reduction: str = "mean",
@@ -59,6 +62,9 @@ def info_nce(
             `check_labels` reports it.
         positives: [N] int64 or int32, the row of documents that belongs to each query; -100 for a query that counts for nothing. None: row
             i for query i, so that rows of documents past the N-th are negatives of all queries.
+        negatives: [N, K] int64 or int32, K from 1 to 1023: the rows of documents that a query meets beside its positive, instead of all
+            of them; -1 for none, and one that is the query's positive is left out. Only rows that are named are read. Another number
+            outside the documents counts as none, and `check_labels` reports it. Not with symmetric or documents_per_block.
         negative_log_q: [M] of a floating dtype, finite, with no gradient: −log of the probability that a document was drawn with, which is
             added to its scores, the positive's too (sampled softmax, doi 10.1145/3298689.3346996). Kept to 24 bits in 16-bit dtypes. For it
             queries and documents are copied.
@@ -68,7 +74,7 @@ def info_nce(
             count.
         process_group: ranks that share the documents, a ProcessGroup or a DeviceMesh of one dimension. queries [N, D], N the same on every
             rank, and documents [M, D], any M, are this rank's; scale is the same on every rank. Each query meets all ranks' documents.
-            positives count over all ranks' documents in the order of ranks; None: row i of this rank's. The loss is one for all ranks, of
+            positives and negatives count over all ranks' documents in the order of ranks; positives None: row i of this rank's. The loss is one for all ranks, of
             all their queries ("none": [ranks · N], whose gradient from above is the same on every rank), and each rank's gradients are
             those of its own embeddings: where parameters' gradients are averaged over ranks afterwards (DDP), multiply the loss by the
             number of ranks. In eager mode.
@@ -90,6 +96,8 @@ def info_nce(
     def check() -> None:
         checks.flag("symmetric", symmetric)
         _check(queries, documents, scale, positives, negative_log_q, reduction)
+        if negatives is not None:
+            _check_negatives(negatives, queries, symmetric, documents_per_block)
         if documents_per_block is not None:
             _check_blocks(documents_per_block, queries, documents, symmetric, workspace_limit_bytes, retain_in_grad_weight)
 
@@ -100,7 +108,7 @@ def info_nce(
         learned = scale if isinstance(scale, Tensor) and scale.requires_grad else None
         said = {"positives": positives, "negative_log_q": negative_log_q, "symmetric": symmetric or None, "scale's gradient": learned}
         said |= {"scale as a tensor": scale if isinstance(scale, Tensor) else None}
-        places = _over_ranks(process_group, queries, documents, check, said, documents_per_block, scale, reduction)
+        places = _over_ranks(process_group, queries, documents, check, said, negatives, documents_per_block, scale, reduction)
     options = {
         "reduction": reduction,
         "workspace_limit_bytes": workspace_limit_bytes,
@@ -113,6 +121,8 @@ def info_nce(
     if negative_log_q is not None:
         rows, classes = _with_added(rows, documents, negative_log_q.to(torch.float32) / _number_of(scale), places.group)
     way = _Way(scale, queries.shape[1], documents_per_block, places, options)
+    if negatives is not None:
+        return way.loss_of_named(rows, classes, negatives)
     loss = way.loss(rows, classes, places.positives, places.of_documents)
     if not symmetric:
         return loss
@@ -162,6 +172,7 @@ def _over_ranks(
     documents: Tensor,
     check: Callable[[], None],
     said: dict[str, Any],
+    negatives: Tensor | None,
     per_block: int | None,
     scale: Tensor | float,
     reduction: str,
@@ -177,6 +188,7 @@ def _over_ranks(
         of_queries = (
             *queries.shape,
             *_values(queries, per_block, scale, reduction),
+            0 if negatives is None else negatives.shape[1],
             learns and queries.requires_grad,
             learns and documents.requires_grad,
         )
@@ -210,7 +222,7 @@ def _over_ranks(
 
 
 def _values(queries: Tensor, per_block: int | None, scale: Tensor | float, reduction: str) -> tuple[int, ...]:
-    """A number for each of _VALUES; a scale's are its bits."""
+    """A number for each of _VALUES but the last; a scale's are its bits."""
     number = 0.0 if isinstance(scale, Tensor) else float(scale)
     bits: int = struct.unpack("<q", struct.pack("<d", number))[0]
     return DTYPES.index(queries.dtype), per_block or 0, bits, _REDUCTIONS.index(reduction)
@@ -257,6 +269,32 @@ class _Way(NamedTuple):
             options["temperature"] = (1 / _number_of(scale)).expand(target.shape)
         loss: Tensor = functional.linear_cross_entropy(rows, classes, target, **options, **there.over)
         return loss
+
+    def loss_of_named(self, rows: Tensor, classes: Tensor, negatives: Tensor) -> Tensor:
+        """The loss of each query's positive among the documents that are named for it."""
+        there, positives = self.places.of_documents, self.places.positives.long()
+        options, documents = dict(self.options), sum(there.of_ranks)
+        reduction = options.pop("reduction")
+        if documents == 1:
+            return _of_one_document(rows, classes, positives, reduction)
+        if self.places.group is not None:
+            negatives = _parallel.gathered(self.places.group, negatives.long(), len(there.of_ranks))
+        others = torch.where(negatives == positives[:, None], -1, negatives)
+        counts = positives != -100
+        ids = torch.where(counts[:, None], torch.cat([positives[:, None], others], 1), -1)
+        # A fault is none of the documents', and not -1, which is no fault.
+        ids = torch.where((ids < -1) | (ids >= documents), documents, ids)
+        if isinstance(self.scale, Tensor):
+            number = _number_of(self.scale)
+            options["temperature"] = (1 / number).expand(positives.shape)
+            counts = counts & (number >= checks.LEAST_TEMPERATURE) & (number <= checks.MOST_TEMPERATURE)
+        else:
+            options["logit_scale"] = float(self.scale)
+        losses = -functional.linear_logprobs_at(rows, classes, ids, normalize="support", **options, **there.over)[:, 0]
+        if reduction == "none":
+            return losses
+        counts = counts & (positives >= 0) & (positives < documents)
+        return losses.sum() / (counts.sum().clamp(min=1) if reduction == "mean" else 1)
 
 
 def _of_one_document(rows: Tensor, classes: Tensor, target: Tensor, reduction: str) -> Tensor:
@@ -380,6 +418,26 @@ def _check_blocks(per_block: int, queries: Tensor, documents: Tensor, symmetric:
         raise errors.ArgumentError("workspace_limit_bytes is a MemoryBudget and documents_per_block is given; give a number of bytes")
     if retain:
         raise errors.ArgumentError("retain_in_grad_weight is True and documents_per_block is given; nothing is left to backward with it")
+
+
+def _check_negatives(negatives: Tensor, queries: Tensor, symmetric: bool, per_block: int | None) -> None:
+    check_tensors(negatives=negatives)
+    if is_dtensor(negatives) or negatives.device != queries.device:
+        raise errors.PlacementError(
+            f"negatives is on {negatives.device}{_AS_DTENSOR[is_dtensor(negatives)]}; queries is on {queries.device}"
+        )
+    shape = list(negatives.shape)
+    if negatives.dtype not in TARGET_DTYPES or shape[:-1] != [queries.shape[0]] or not 1 <= shape[-1] <= _MOST_NEGATIVES:
+        raise errors.ShapeError(
+            f"negatives has shape {shape} and dtype {negatives.dtype}; it must be [{queries.shape[0]}, K], K from 1 to {_MOST_NEGATIVES}, "
+            "int64 or int32"
+        )
+    for name, given in (("symmetric", symmetric), ("documents_per_block", per_block is not None)):
+        if given:
+            raise errors.ArgumentError(
+                f"negatives is given with {name}, which is about all documents; leave one of them out"
+                + (", and add a second call with documents and queries exchanged" if name == "symmetric" else "")
+            )
 
 
 def _check_scale(scale: Any) -> None:

@@ -21,7 +21,7 @@ def close(got: torch.Tensor, right: torch.Tensor) -> None:
     torch.testing.assert_close(got, right, rtol=2e-5, atol=2e-6)
 
 
-def equals_one_process(uneven: bool, symmetric: bool, learned: bool, drawn: bool, positives: bool) -> None:
+def equals_one_process(uneven: bool, symmetric: bool, learned: bool, drawn: bool, positives: bool, named: int = 0) -> None:
     ranks, rank = dist.get_world_size(), dist.get_rank()
     of_rank = [N + 3 + (4 * other if uneven else 0) for other in range(ranks)]
     start, total = sum(of_rank[:rank]), sum(of_rank)
@@ -32,17 +32,20 @@ def equals_one_process(uneven: bool, symmetric: bool, learned: bool, drawn: bool
     if not positives:
         of_queries = torch.cat([torch.arange(N) + sum(of_rank[:other]) for other in range(ranks)]).to(device())
     negative_log_q = torch.rand(total, generator=generator(4), device=device()) * 9 if drawn else None
+    negatives = torch.randint(-1, total, (N * ranks, named), generator=generator(5), device=device()) if named else None
     scale: Any = torch.tensor(13.0, device=device(), requires_grad=True) if learned else 13.0
     both = [tensor.requires_grad_() for tensor in (queries, documents)]
     whole = [*both, *([scale] if learned else [])]
-    right = flce.info_nce(*both, scale=scale, positives=of_queries, negative_log_q=negative_log_q, symmetric=symmetric)
+    of_all = {"negative_log_q": negative_log_q, "symmetric": symmetric, "negatives": negatives}
+    right = flce.info_nce(*both, scale=scale, positives=of_queries, **of_all)
     gradients = torch.autograd.grad(right, whole)
 
     of_mine, of_documents = slice(rank * N, (rank + 1) * N), slice(start, start + of_rank[rank])
     mine = [queries.detach()[of_mine].requires_grad_(), documents.detach()[of_documents].requires_grad_()]
     options = {
         "positives": of_queries[of_mine] if positives else None,
-        "negative_log_q": negative_log_q[of_documents] if drawn else None,
+        "negatives": negatives[of_mine] if negatives is not None else None,
+        "negative_log_q": negative_log_q[of_documents] if negative_log_q is not None else None,
         "symmetric": symmetric,
         "process_group": init_device_mesh(device(), (ranks,)) if uneven else dist.group.WORLD,
     }
@@ -119,6 +122,8 @@ def refused_on_every_rank() -> None:
         ({"queries": torch.zeros(N, D + 8 * first), "documents": torch.zeros(N, D + 8 * first)}, "D differs"),
         ({"positives": positives if first else None}, "positives differs"),
         ({"negative_log_q": numbers if first else None}, "negative_log_q differs"),
+        ({"negatives": positives[:, None].repeat(1, 3 + first)}, r"negatives differs .*0 for none"),
+        ({"negatives": positives[:, None] if first else None}, "negatives differs"),
         ({"symmetric": first}, "symmetric differs"),
         ({"reduction": "sum" if first else "mean"}, r"reduction differs .*\(is \['sum', 'mean'"),
         ({"scale": 2.0 if first else 3.5, "documents_per_block": 1}, r"scale differs .*\(is \[2.0, 3.5"),
@@ -156,6 +161,7 @@ def one_rank_has_no_documents() -> None:
 CASES: list[tuple[Any, ...]] = [
     *((equals_one_process, uneven, symmetric, uneven, symmetric, False) for uneven in (False, True) for symmetric in (False, True)),
     *((equals_one_process, uneven, False, learned, True, True) for uneven, learned in ((False, True), (True, False), (True, True))),
+    *((equals_one_process, uneven, False, learned, learned, True, 9) for uneven, learned in ((False, False), (True, True))),
     *(
         (has_the_bits_of_one_process, dtype, reduction, symmetric, drawn, uneven)
         for dtype, reduction, symmetric, drawn, uneven in (

@@ -29,6 +29,8 @@ FORMS: dict[str, dict[str, Any]] = {
     "other depth": {"depth": 13, "drawn": True, "symmetric": True},
     "blocks": {"extra": 12, "scale": "tensor", "drawn": True, "per_block": 7},
     "blocks of one": {"scale": "tensor", "positives": "shared", "symmetric": True, "per_block": 1},
+    "negatives": {"extra": 12, "scale": 9.0, "negatives": 5},
+    "drawn negatives": {"extra": 8, "scale": "tensor", "drawn": True, "positives": "shared", "negatives": 40, "depth": 13},
     "one block": {"scale": 30.0, "positives": True, "depth": 13, "per_block": N},
 }
 
@@ -52,6 +54,12 @@ class Problem:
             positives = positives // 2 if form["positives"] == "shared" else positives
             positives[::5] = -100
             self.options["positives"] = positives.to(device)
+        if "negatives" in form:  # some of them none, some the positive, some twice
+            negatives = torch.randint(0, N + extra, (N, form["negatives"]), generator=generator)
+            negatives[::3, 1] = -1
+            negatives[1::4, 2] = negatives[1::4, 0]
+            negatives[:, 3] = self.options.get("positives", torch.arange(N)).cpu().clamp(min=-1)
+            self.options["negatives"] = negatives.to(device)
         if form.get("drawn"):
             self.options["negative_log_q"] = -torch.log(torch.rand(N + extra, generator=generator) * 1e-3).to(device)
 
@@ -67,7 +75,14 @@ class Problem:
         queries, documents, scale = inputs[0], inputs[1], inputs[2] if len(inputs) > 2 else self.scale
         positives = self.options.get("positives", torch.arange(N, device=queries.device))
         scores = scale * queries @ documents.T
-        losses = F.cross_entropy(scores + self.options.get("negative_log_q", torch.zeros(1)).to(scores), positives, reduction="none")
+        scores = scores + self.options.get("negative_log_q", torch.zeros(1)).to(scores)
+        if "negatives" in self.options:
+            positive, negatives = positives.clamp(min=0)[:, None], self.options["negatives"]
+            others = torch.where((negatives >= 0) & (negatives != positive), scores.gather(1, negatives.clamp(min=0)), -torch.inf)
+            named = torch.cat([scores.gather(1, positive), others], 1)
+            losses = torch.where(positives >= 0, -named.log_softmax(1)[:, 0], 0.0)
+        else:
+            losses = F.cross_entropy(scores, positives, reduction="none")
         if self.options["symmetric"]:
             rows = torch.where(positives >= 0, torch.arange(N, device=queries.device), -100)
             back = F.cross_entropy(scale * documents[positives.clamp(min=0)] @ queries.T, rows, reduction="none")
@@ -99,6 +114,19 @@ def test_equals_whole_scores(device: str, dtype: torch.dtype, form: str, reducti
     for one, other, tensor in zip(got, gradients, problem.inputs(), strict=True):
         assert (one.dtype, one.shape) == (tensor.dtype, tensor.shape)
         close(one, other, TOLERANCES[dtype] if tensor.dim() > 1 else max(2e-5, TOLERANCES[dtype] / 4))
+
+
+def test_negatives_at_fault_are_none_and_reported(device: str) -> None:
+    problem = Problem(device, torch.float32)
+    negatives = torch.tensor([[1, 2, 3]], device=device).repeat(N, 1)
+    right = problem.loss(negatives=negatives[:, 1:], reduction="none")
+    for fault in (-2, N):
+        negatives[5, 0] = fault
+        negatives[6, 0] = -1
+        assert torch.equal(problem.loss(negatives=negatives, reduction="none")[5:7], right[5:7])
+        with pytest.raises(flce.LabelError) as error:
+            flce.check_labels()
+        assert error.value.row == 5
 
 
 @pytest.mark.parametrize("blocks", [{}, {"per_block": 7}], ids=["", "blocks"])
@@ -299,6 +327,18 @@ GOOD = {"queries": torch.zeros(3, 8), "documents": torch.zeros(4, 8)}
         ({"documents_per_block": 2, "retain_in_grad_weight": True}, flce.ArgumentError, "nothing is left to backward"),
         ({"documents_per_block": 2, "workspace_limit_bytes": flce.MemoryBudget(1 << 20)}, flce.ArgumentError, "is a MemoryBudget"),
         ({"documents_per_block": 2, "queries": torch.zeros(3, 8, device="meta")}, flce.ShapeError, "on meta"),
+        ({"negatives": torch.zeros(3, 2)}, flce.ShapeError, "negatives has shape .* torch.float32"),
+        ({"negatives": torch.zeros(2, 2, dtype=torch.int64)}, flce.ShapeError, r"negatives has shape \[2, 2\]"),
+        ({"negatives": torch.zeros(3, dtype=torch.int64)}, flce.ShapeError, r"negatives has shape \[3\]"),
+        ({"negatives": torch.zeros(3, 1024, dtype=torch.int64)}, flce.ShapeError, "K from 1 to 1023"),
+        ({"negatives": [[1], [2], [3]]}, flce.DTypeError, "negatives is a list"),
+        ({"negatives": torch.zeros(3, 2, dtype=torch.int64, device="meta")}, flce.PlacementError, "negatives is on meta"),
+        ({"negatives": torch.zeros(3, 2, dtype=torch.int64), "symmetric": True}, flce.ArgumentError, "negatives is given with symmetric"),
+        (
+            {"negatives": torch.zeros(3, 2, dtype=torch.int64), "documents_per_block": 2},
+            flce.ArgumentError,
+            "negatives is given with documents_per_block",
+        ),
         ({"process_group": "data"}, flce.ArgumentError, "process_group is a str"),
     ],
     ids=lambda value: None if isinstance(value, dict) else "",
@@ -309,9 +349,9 @@ def test_refused(given: dict[str, Any], error: type[Exception], says: str) -> No
 
 
 def test_over_ranks() -> None:
-    assert cases_passed("info_nce_worker.py", "2,3") == {2: 14, 3: 14}
+    assert cases_passed("info_nce_worker.py", "2,3") == {2: 16, 3: 16}
 
 
 @pytest.mark.full
 def test_over_four_ranks() -> None:
-    assert cases_passed("info_nce_worker.py", "4") == {4: 14}
+    assert cases_passed("info_nce_worker.py", "4") == {4: 16}
