@@ -74,10 +74,10 @@ def info_nce(
             count.
         process_group: ranks that share the documents, a ProcessGroup or a DeviceMesh of one dimension. queries [N, D], N the same on every
             rank, and documents [M, D], any M, are this rank's; scale is the same on every rank. Each query meets all ranks' documents.
-            positives and negatives count over all ranks' documents in the order of ranks; positives None: row i of this rank's. The loss is one for all ranks, of
-            all their queries ("none": [ranks · N], whose gradient from above is the same on every rank), and each rank's gradients are
-            those of its own embeddings: where parameters' gradients are averaged over ranks afterwards (DDP), multiply the loss by the
-            number of ranks. In eager mode.
+            positives and negatives count over all ranks' documents in the order of ranks; positives None: row i of this rank's. The loss is
+            one for all ranks, of all their queries ("none": [ranks · N], whose gradient from above is the same on every rank), and each
+            rank's gradients are those of its own embeddings: where parameters' gradients are averaged over ranks afterwards (DDP), multiply
+            the loss by the number of ranks. In eager mode.
         workspace_limit_bytes, retain_in_grad_weight, batch_invariant: as in `linear_cross_entropy`, whose weight is documents. With
             symmetric each of the two losses has this limit.
         documents_per_block: for the same bits of loss and gradients on every number of ranks, a block's number of documents, of which each
@@ -290,11 +290,12 @@ class _Way(NamedTuple):
             counts = counts & (number >= checks.LEAST_TEMPERATURE) & (number <= checks.MOST_TEMPERATURE)
         else:
             options["logit_scale"] = float(self.scale)
-        losses = -functional.linear_logprobs_at(rows, classes, ids, normalize="support", **options, **there.over)[:, 0]
+        losses: Tensor = -functional.linear_logprobs_at(rows, classes, ids, normalize="support", **options, **there.over)[:, 0]
         if reduction == "none":
             return losses
         counts = counts & (positives >= 0) & (positives < documents)
-        return losses.sum() / (counts.sum().clamp(min=1) if reduction == "mean" else 1)
+        total: Tensor = losses.sum() / (counts.sum().clamp(min=1) if reduction == "mean" else 1)
+        return total
 
 
 def _of_one_document(rows: Tensor, classes: Tensor, target: Tensor, reduction: str) -> Tensor:
