@@ -15,6 +15,7 @@ namespace flce {
 
 /// Bytes that a plan which retains() keeps of one logit: its exponential in the spec's dtype on a GPU, fp32 on a CPU.
 [[nodiscard]] inline std::int64_t retained_logit_bytes(const Spec& spec, const Plan& plan) noexcept {
+    if (spec.support) return 0;
     if (has_teacher_head(spec)) return plan.path == PlanPath::cpu ? 0 : 4;  // logits of both heads, or none
     return plan.path == PlanPath::cpu ? 4 : static_cast<std::int64_t>(element_bytes(spec.dtype));
 }

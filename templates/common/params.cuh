@@ -25,6 +25,7 @@ enum : int {
     kRowOutputs = 6,        ///< loss, z_loss, lse, logprobs, entropy, log_sum_sq_probs
     kListedClasses = 256,   ///< classes of a row that NamedClasses lists
     kTeacherColumns = 256,  ///< columns of a block of teacher_bias
+    kTaughtRows = 32,       ///< rows of a block of row_coefficients, where rows have a teacher and several blocks
     kReduceThreads = 1024,  ///< block of the kernels that reduce everything in one block
     kSmoothingParts = 264,  ///< stretches that smoothing_sums adds up for themselves
     kBiasColumns = 128,     ///< columns of a block of retained_bias
@@ -225,6 +226,7 @@ struct RowCoefficientsParams {
     float absent_grad_loss;  ///< 1; 0 where the spec has no loss among its outputs
     float derivative_bound;  ///< largest |d logit / d (hidden · weightᵀ)| at a temperature of 1
     float hard_weight;       ///< share of the target's cross entropy, where the Problem has a teacher
+    int block_rows;          ///< rows of a block, where the Problem has a teacher: a multiple of 4, at most kRowThreads
 };
 
 /// Logits of the classes that a teacher names.

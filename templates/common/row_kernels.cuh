@@ -126,6 +126,27 @@ __device__ __forceinline__ float common_factor(const RowCoefficientsParams& p) {
     return (p.grad_loss == nullptr ? p.absent_grad_loss : p.grad_loss[0]) * p.scalars->cross_entropy_scale;
 }
 
+/// What a teacher's probabilities add up to in a block's rows, for the whole block. A warp has kAtOnce rows at a time.
+template <class Problem>
+__device__ __forceinline__ void teacher_of_rows(const RowCoefficientsParams& p, int first, int count, TeacherSums* of_rows) {
+    constexpr int kAtOnce = 4;
+    for (int at = static_cast<int>(threadIdx.x) / 32 * kAtOnce; at < count; at += kRowThreads / 32 * kAtOnce) {
+        long long rows[kAtOnce];
+        TeacherSums sums[kAtOnce] = {};
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+            const int row = first + at + i;
+            const ListedRow listed = row < p.rows ? listed_row<Problem>(p.list, p.targets, p.temperature, row) : ListedRow{0, kIgnored};
+            rows[i] = listed.target >= 0 ? listed.row : -1;
+        }
+        add_teacher<Problem>(p.teacher, rows, sums);
+        if (threadIdx.x % 32 != 0) continue;
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) of_rows[at + i] = sums[i];
+    }
+    __syncthreads();  // every row's are there
+}
+
 template <class Problem>
 __device__ __forceinline__ void row_coefficients_kernel(const RowCoefficientsParams& p) {
     if (p.prepares != 0) {
@@ -133,13 +154,15 @@ __device__ __forceinline__ void row_coefficients_kernel(const RowCoefficientsPar
                                             p.scalars);
         __syncthreads();  // every thread reads the scalars and raises the bounds
     }
-    const int row = static_cast<int>(blockIdx.x) * kRowThreads + static_cast<int>(threadIdx.x);
+    const int block_rows = Problem::teacher ? p.block_rows : +kRowThreads;
+    const int row = static_cast<int>(blockIdx.x) * block_rows + static_cast<int>(threadIdx.x);
     TeacherSums teacher{0.f, 0.f};
-    if constexpr (Problem::teacher) {  // sums of every lane's row, before any lane returns
-        const ListedRow taught = row < p.rows ? listed_row<Problem>(p.list, p.targets, p.temperature, row) : ListedRow{0, kIgnored};
-        teacher = teacher_sums<Problem>(p.teacher, taught.target >= 0 ? taught.row : -1);
+    if constexpr (Problem::teacher) {
+        __shared__ TeacherSums of_rows[kRowThreads];
+        teacher_of_rows<Problem>(p, static_cast<int>(blockIdx.x) * block_rows, block_rows, of_rows);
+        teacher = of_rows[threadIdx.x];
     }
-    if (row >= p.rows) return;
+    if (row >= p.rows || static_cast<int>(threadIdx.x) >= block_rows) return;
     float4 packed = make_float4(0.f, 0.f, 0.f, 0.f);
     const ListedRow listed = listed_row<Problem>(p.list, p.targets, p.temperature, row);
     const int target = listed.target;

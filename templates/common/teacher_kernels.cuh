@@ -62,37 +62,24 @@ struct TeacherSums {
     float sum;
     float sizes;
 };
-/// Sums for each lane's row of the teacher's tensors; the row is −1 for none. The whole warp takes part.
-template <class Problem>
-__device__ __forceinline__ TeacherSums teacher_sums(const TeacherParams& p, long long row) {
-    const int lane = static_cast<int>(threadIdx.x) % 32;
-    constexpr int kAtOnce = 4;  // rows whose loads are on their way together
-    TeacherSums mine{0.f, 0.f};
-    for (int first = 0; first < 32; first += kAtOnce) {
-        long long rows[kAtOnce];
-        TeacherSums sums[kAtOnce] = {};
+/// Sums of some rows of the teacher's tensors, −1 for none, on every lane of a warp. Their loads are on their way together.
+template <class Problem, int kRows>
+__device__ __forceinline__ void add_teacher(const TeacherParams& p, const long long (&rows)[kRows], TeacherSums (&sums)[kRows]) {
+    for (int k = static_cast<int>(threadIdx.x) % 32; k < p.top_k; k += 32) {
+        float probabilities[kRows];
 #pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) rows[i] = __shfl_sync(0xffffffffu, row, first + i);
-        for (int k = lane; k < p.top_k; k += 32) {
-            float probabilities[kAtOnce];
-#pragma unroll
-            for (int i = 0; i < kAtOnce; ++i) {
-                const long long at = max(rows[i], 0ll) * p.top_k + k;
-                probabilities[i] = rows[i] < 0 || teacher_id<Problem>(p, at) < 0 ? 0.f : p.probs[at];
-            }
-#pragma unroll
-            for (int i = 0; i < kAtOnce; ++i) {
-                sums[i].sum += probabilities[i];
-                sums[i].sizes += fabsf(probabilities[i]);
-            }
+        for (int i = 0; i < kRows; ++i) {
+            const long long at = max(rows[i], 0ll) * p.top_k + k;
+            probabilities[i] = rows[i] < 0 || teacher_id<Problem>(p, at) < 0 ? 0.f : p.probs[at];
         }
 #pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) {
-            const TeacherSums of_row{warp_sum(sums[i].sum), warp_sum(sums[i].sizes)};
-            if (lane == first + i) mine = of_row;
+        for (int i = 0; i < kRows; ++i) {
+            sums[i].sum += probabilities[i];
+            sums[i].sizes += fabsf(probabilities[i]);
         }
     }
-    return mine;
+#pragma unroll
+    for (TeacherSums& of_row : sums) of_row = {warp_sum(of_row.sum), warp_sum(of_row.sizes)};
 }
 
 /// Row `row` of a backward launch, as the teacher's tensors count it.
@@ -121,9 +108,13 @@ struct LaunchColumns {
 };
 
 /// The classes that a row's teacher names among a launch's columns, in shared memory. A warp has a row. Up to kListedClasses of them are
-/// listed; where there are more, `columns` has an entry for every class that the row names.
+/// listed; where there are more, `columns` has an entry for every class that the row names, and bits of columns tell most of those that no
+/// other equals.
 struct NamedClasses {
     enum : int { kMost = 1024 };  // classes of a row: Spec::teacher_top_k
+    enum : int { kBits = 4096 };
+    unsigned seen[kBits / 32];   ///< bits that columns have
+    unsigned again[kBits / 32];  ///< bits that several have
     union {
         struct {
             int columns[kListedClasses];
@@ -153,7 +144,15 @@ struct NamedClasses {
         __syncwarp();
         if (found > kListedClasses) {
             const int end = (p.top_k + 3) / 4 * 4;
+            for (int word = lane; word < kBits / 32; word += 32) seen[word] = again[word] = 0u;
             for (int k = lane; k < end; k += 32) columns[k] = k < p.top_k ? launch.of_id<Problem>(p, first + k) : -1;
+            __syncwarp();  // all words are 0
+            for (int k = lane; k < end; k += 32) {
+                if (columns[k] < 0) continue;
+                const unsigned bit = bit_of(columns[k]);
+                const unsigned of_word = 1u << bit % 32;
+                if ((atomicOr(&seen[bit / 32], of_word) & of_word) != 0u) atomicOr(&again[bit / 32], of_word);
+            }
             __syncwarp();
         }
         return found;
@@ -182,10 +181,14 @@ struct NamedClasses {
     }
 
 private:
+    static __device__ __forceinline__ unsigned bit_of(int column) { return static_cast<unsigned>(column) * 2654435761u >> 20; }
+
     /// Visits place k, if no place before it has its column.
     template <class Visit>
     __device__ __forceinline__ void visit_first(const TeacherParams& p, long long first, int k, const Visit& visit) const {
         const int column = columns[k];
+        const unsigned bit = bit_of(column);
+        if ((again[bit / 32] >> bit % 32 & 1u) == 0u) return visit(k, column, p.probs[first + k]);
         float probability = 0.f;
         for (int four = 0; four < p.top_k; four += 4) {
             const int4 others = *reinterpret_cast<const int4*>(&columns[four]);

@@ -204,7 +204,9 @@ std::vector<Statement> coefficient_steps(const BackwardPass& pass) {
 Statement coefficients_launch(const BackwardPass& pass, const RowBlock& rows) {
     const Spec& spec = pass.spec;
     const Expr row = caller_row(pass, rows.first);
-    LaunchBuilder<RowCoefficientsParams> launch(pass.source.kernel(KernelRole::row_coefficients), ceil_div(rows.count, kRowThreads));
+    const Expr prepares = prepares_with_rows(pass);
+    const Expr block_rows = spec.teacher_top_k > 0 ? select(prepares, kRowThreads, kTaughtRows) : Expr(kRowThreads);
+    LaunchBuilder<RowCoefficientsParams> launch(pass.source.kernel(KernelRole::row_coefficients), ceil_div(rows.count, block_rows));
     launch
         .set(&RowCoefficientsParams::class_weight,
              is_shard(spec) ? advanced(slot(Slot::target_class_weight), row, 4) : slot(Slot::class_weight))
@@ -227,7 +229,8 @@ Statement coefficients_launch(const BackwardPass& pass, const RowBlock& rows) {
         .set(&RowCoefficientsParams::coefficients, workspace_at(pass.layout.coefficients))
         .set(&RowCoefficientsParams::row_targets, workspace_at(pass.layout.row_targets))
         .set(&RowCoefficientsParams::rows, rows.count)
-        .set(&RowCoefficientsParams::prepares, prepares_with_rows(pass))
+        .set(&RowCoefficientsParams::prepares, prepares)
+        .set(&RowCoefficientsParams::block_rows, block_rows)
         .set(&RowCoefficientsParams::want_count, counts_tokens())
         .set_float(&RowCoefficientsParams::label_smoothing, static_cast<float>(spec.label_smoothing))
         .set_float(&RowCoefficientsParams::smoothing_per_class,
