@@ -14,6 +14,7 @@ from flce import errors
 from flce.call import _spec_text
 from flce.call._arguments import check_classes, refuse_dtensor, refuse_tangent
 from flce.call._checks import DTYPES, HIDDEN_MULTIPLE
+from flce.call._options import OPTIONS
 from flce.call._targets import check_tensors
 from flce.core import _autograd, checks
 from flce.core._frame import is_hidden_major
@@ -300,6 +301,10 @@ def _options(
     teacher_bias: bool,
 ) -> str:
     """The part of the kernel's Spec beside sizes and dtypes."""
+    for name, value in (("student_logit_scale", logit_scale), ("student_softcap", softcap)):  # a Spec has no student
+        option = OPTIONS[name.removeprefix("student_")]
+        if value is not None and option.allows is not None and not option.allows(_spec_text.number(name, value)):
+            raise errors.SpecError(f"{name} is {value}; it must be {option.allowed}")
     padded = -(-teacher_hidden_size // HIDDEN_MULTIPLE) * HIDDEN_MULTIPLE
     parts = [_spec_text.spec_text(("loss",), logit_scale=logit_scale, softcap=softcap), f"teacher_hidden_size={padded}"]
     for name, value, default in (

@@ -386,6 +386,8 @@ def test_refusals() -> None:
         (flce.ShapeError, "teacher_ids_map has shape", every, {"teacher_ids_map": torch.arange(5)}),
         (flce.ShapeError, "student_bias has shape", every, {"student_bias": torch.ones(5)}),
         (flce.SpecError, "teacher_softcap", every, {"teacher_softcap": -1.0}),
+        (flce.SpecError, "^student_softcap is -1.0", every, {"student_softcap": -1.0}),
+        (flce.SpecError, "^student_logit_scale is 0", every, {"student_logit_scale": 0}),
     ):  # fmt: skip
         with pytest.raises(error, match=text):
             call(*places, **given)

@@ -202,8 +202,14 @@ def test_a_temperature_out_of_range_is_reported(device: str) -> None:
     temperature[3] = 0.0
     made = flce.linear_topk(hidden, weight, 4, temperature=temperature)
     assert made.ids[3].tolist() == [-1] * 4 and made.logprobs[3].tolist() == [0.0] * 4 and made.lse[3] == 0
-    with pytest.raises(flce.LabelError, match="3"):
+    with pytest.raises(flce.LabelError, match=r"^temperature\[3\] is not between"):
         flce.check_labels()
+
+
+def test_numbers_of_numpy_are_integers() -> None:
+    numpy = pytest.importorskip("numpy")
+    hidden, weight = layer("cpu", torch.float32, tokens=5)
+    assert torch.equal(flce.linear_topk(hidden, weight, numpy.int64(3)).ids, flce.linear_topk(hidden, weight, 3).ids)
 
 
 def test_same_bits_in_any_batch() -> None:

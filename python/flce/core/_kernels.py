@@ -318,6 +318,9 @@ class LoadedKernel(Kernel):
         except errors.ArgumentError as error:
             if "target[" not in str(error):  # a divergence, which has no labels
                 raise errors.LabelError(f"{error}; tokens are flattened here", word) from None
+            if any(option.startswith("top_k=") for option in self.key.options.split(",")):  # labels of its own
+                fault = f"temperature[{word}] is not between 2^-100 and 2^100 (and it may not be the only such row)"
+                raise errors.LabelError(f"{fault}; tokens are flattened here", word) from None
             more = f"; or teacher_probs[{word}] holds a number that is not from 0 to 1" if self.outputs.teacher_top_k else ""
             more += "; or cu_seqlens does not begin with 0, or decreases" if word == 0 else ""
             where = "target is flattened here (of several hidden states one depth behind the other), and with a shift what "

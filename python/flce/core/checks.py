@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,6 +23,8 @@ def choice(name: str, value: Any, allowed: Sequence[str]) -> str:
 
 
 def integer(name: str, value: Any, least: int, otherwise: str = "") -> int:
+    if not isinstance(value, int) and isinstance(value, numbers.Integral):  # numpy's
+        value = int(value)
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise errors.ArgumentError(f"{name} is {value!r}; it must be an integer of {least} or more{otherwise}")
     return value
