@@ -261,6 +261,7 @@ std::string gpu_line(const Device& device, const CudaPath& path) {
         fmt::format("{:.0f} % of the dense rate of {:.0f} TFLOP/s", 100 * path.rate_share(device), 1e-12 * gpu.bf16_flops);
     const std::string line = fmt::format("{}: {} SMs, {} KiB of shared memory a block, {} MiB of L2, {:.0f} GB/s; ", gpu.arch, gpu.sm_count,
                                          gpu.smem_per_block_bytes >> 10, gpu.l2_bytes >> 20, 1e-9 * gpu.bandwidth_bytes_per_s);
+    if (path.id == PlanPath::cuda_gather) return line + "modelled: rows of the weight are read, and gradients written, at that bandwidth";
     if (gpu.measured.mma_flops > 0) {
         return line +
                fmt::format("modelled: kernels of {} are taken to keep up {}, after rates measured on this GPU", path.instruction, rate);

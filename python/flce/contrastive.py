@@ -281,9 +281,10 @@ class _Way(NamedTuple):
             negatives = _parallel.gathered(self.places.group, negatives.long(), len(there.of_ranks))
         others = torch.where(negatives == positives[:, None], -1, negatives)
         counts = positives != -100
-        ids = torch.where(counts[:, None], torch.cat([positives[:, None], others], 1), -1)
-        # A fault is none of the documents', and not -1, which is no fault.
-        ids = torch.where((ids < -1) | (ids >= documents), documents, ids)
+        # A fault is none of the documents', and not -1, which is no fault of a negative.
+        own = torch.where((positives < 0) | (positives >= documents), documents, positives)
+        others = torch.where((others < -1) | (others >= documents), documents, others)
+        ids = torch.where(counts[:, None], torch.cat([own[:, None], others], 1), -1)
         if isinstance(self.scale, Tensor):
             number = _number_of(self.scale)
             options["temperature"] = (1 / number).expand(positives.shape)
@@ -330,7 +331,8 @@ class _Scaled(torch.autograd.Function):
         if not ctx.needs_input_grad[1]:
             return grad, None
         number = scale.to(torch.float32).reshape(())
-        whole = (rows.to(torch.float32) * grad.to(torch.float32)).sum()
+        # A query that counts for nothing has a gradient of 0, whatever its numbers are.
+        whole = (torch.where(grad != 0, rows, 0).to(torch.float32) * grad.to(torch.float32)).sum()
         # Where the scale is no number that the kernels take, nothing counts.
         counts = (number >= checks.LEAST_TEMPERATURE) & (number <= checks.MOST_TEMPERATURE)
         whole = torch.where(counts, whole / torch.where(counts, number, 1), 0)

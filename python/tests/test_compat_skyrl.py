@@ -110,6 +110,27 @@ def test_sets_of_one_class_and_no_place_at_all(device: str) -> None:
     assert all((gradient == 0).all() for gradient in gradients)
 
 
+def test_classes_that_there_are_not_count_for_nothing_and_are_reported(device: str) -> None:
+    layer = make_layer(device, shape=(4,), ignore_index=None)
+    classes = layer.weight.shape[0]
+    support = torch.tensor([[2, 3, -1], [2, 3, 4], [2, 3, 4], [2, 3, 4]], dtype=torch.int32, device=device)
+    layer.target[:] = torch.tensor([5, 4, 4, 4])
+    right = scores(layer, support, compute_entropy=True)
+    support[0, 2] = classes
+    got = scores(layer, support, compute_entropy=True)
+    assert right.entropy is not None and got.entropy is not None
+    assert torch.equal(got.logprobs, right.logprobs) and torch.equal(got.entropy, right.entropy)
+    with pytest.raises(flce.LabelError) as error:
+        flce.check_labels()
+    assert error.value.row == 0
+    for fault in (-1, classes, 2**32 + 4):
+        layer.target[2] = fault
+        got = scores(layer, support)
+        assert torch.equal(got.logprobs[1], right.logprobs[1])
+        with pytest.raises(flce.LabelError):
+            flce.check_labels()
+
+
 def test_hidden_states_are_of_the_weights_dtype() -> None:
     layer = make_layer(ignore_index=None)
     support, rounded = make_support(layer.target, layer.weight.shape[0]), layer.hidden.detach().bfloat16()

@@ -129,6 +129,33 @@ def test_negatives_at_fault_are_none_and_reported(device: str) -> None:
         assert error.value.row == 5
 
 
+def test_a_positive_at_fault_is_reported_beside_negatives(device: str) -> None:
+    problem = Problem(device, torch.float32)
+    negatives = torch.tensor([[1, 2, 3]], device=device).repeat(N, 1)
+    for fault in (-1, -7, N):
+        positives = torch.arange(N, device=device)
+        positives[5] = fault
+        problem.options["positives"] = positives
+        assert problem.loss(negatives=negatives).isfinite()
+        with pytest.raises(flce.LabelError) as error:
+            flce.check_labels()
+        assert error.value.row == 5
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_a_query_that_does_not_count_may_hold_anything(device: str, named: bool) -> None:
+    problem = Problem(device, torch.float32, scale="tensor")
+    positives = torch.arange(N, device=device)
+    positives[1] = -100
+    more = {"negatives": torch.tensor([[1, 2, 3]], device=device).repeat(N, 1)} if named else {}
+    problem.options["positives"] = positives
+    expected = torch.autograd.grad(problem.loss(**more), problem.inputs())
+    with torch.no_grad():
+        problem.queries[1] = torch.nan
+    for got, wanted in zip(torch.autograd.grad(problem.loss(**more), problem.inputs()), expected, strict=True):
+        assert torch.equal(got, wanted)
+
+
 @pytest.mark.parametrize("blocks", [{}, {"per_block": 7}], ids=["", "blocks"])
 def test_frozen_sides_and_scale(device: str, blocks: dict[str, int]) -> None:
     """Each has its gradient where the others have none."""

@@ -217,7 +217,7 @@ class DirectCall:
         try:
             words[self.grad_word] = grad_values.data_ptr()
         except RuntimeError:
-            _kernels.refuse_batched(grad_values)
+            _kernels.raise_batched(grad_values)
         grad_hidden = grad_weight = None
         if wanted & 1:
             grad_hidden = _empty_like(hidden)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from flce import errors, functional
@@ -16,6 +17,7 @@ from flce.parallel import _parallel
 __all__ = ["SampleSupportScores", "sample_support_scores"]
 
 _MOST_IDS = 1024  # classes a token that a call takes
+_NO_CLASS = 2**31 - 1  # in no vocabulary
 
 
 @dataclass(frozen=True)
@@ -61,17 +63,19 @@ def sample_support_scores(
     if entropy_requires_grad and not compute_entropy:
         raise errors.ArgumentError("entropy_requires_grad is True and compute_entropy is False; a gradient needs compute_entropy=True")
     over_ranks = _over_ranks(tp_group, lm_head_weight, vocab_start_index, vocab_end_index)
-    members = support_ids >= 0
-    valid = members.any(-1)
+    classes = _classes(over_ranks, vocab_end_index, support_ids.device)
+    named = support_ids >= 0
+    members, valid = named & (support_ids < classes), named.any(-1)
     inside = (members & (support_ids == sampled_ids[..., None])).any(-1)
-    # One more place has a sampled token that is not in its set.
-    outside = torch.where(valid & ~inside, sampled_ids, -1).to(support_ids.dtype)
-    ids = torch.cat([torch.where(members, support_ids, -1), outside[..., None]], -1)
+    # One more place has a sampled token that is not in its set. Classes that there are not are named, too: so they are reported.
+    sampled = torch.where((sampled_ids >= 0) & (sampled_ids < classes), sampled_ids, _NO_CLASS)
+    outside = torch.where(valid & ~inside, sampled, -1).to(support_ids.dtype)
+    ids = torch.cat([torch.where(named, support_ids, -1), outside[..., None]], -1)
     hidden = logits_or_hidden.to(lm_head_weight.dtype)
     scores = functional.linear_logprobs_at(hidden, lm_head_weight, ids, normalize="support", temperature=temperature, **over_ranks)
-    within = torch.where(members, scores[..., :-1], torch.where(valid, -math.inf, 0.0)[..., None])
+    within = torch.where(members, scores[..., :-1], torch.where(members.any(-1), -math.inf, 0.0)[..., None])
     correction = torch.where(inside, 0.0, within.logsumexp(-1))  # the set's share of the softmax over it and the sampled token
-    place = (ids == sampled_ids[..., None]).int().argmax(-1, keepdim=True)
+    place = (ids == sampled[..., None]).int().argmax(-1, keepdim=True)
     logprobs = torch.where(valid, scores.gather(-1, place).squeeze(-1) - correction, 0.0)
     entropy = None
     if compute_entropy:
@@ -96,6 +100,15 @@ def _check(hidden: Tensor, sampled_ids: Tensor, support_ids: Tensor, temperature
         raise errors.ArgumentError(f"temperature is {temperature}; it must be positive")
     if chunk_size is not None and chunk_size <= 0:
         raise errors.ArgumentError(f"chunk_size is {chunk_size}; it must be positive")
+
+
+def _classes(over_ranks: dict[str, Any], end: int, device: torch.device) -> Tensor | int:
+    """The whole layer's number of classes."""
+    if not over_ranks:
+        return end
+    classes = torch.tensor(end, device=device)
+    dist.all_reduce(classes, dist.ReduceOp.MAX, group=over_ranks["process_group"])
+    return classes
 
 
 def _over_ranks(group: Any, weight: Tensor, start: int, end: int) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from flce import errors
 from flce.core import _locks
 
-ABI_VERSION = 14
+ABI_VERSION = 15
 
 CPU, CUDA = 1, 2
 INT32, INT64, UINT64 = 0x0020, 0x0040, 0x0140
@@ -186,7 +186,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
 
 _lock = _locks.new_lock()
 _library: ctypes.CDLL | None = None
-_load_error: errors.UnavailableError | None = None
+_load_error: str | None = None
 
 
 def _candidates() -> list[Path]:
@@ -235,7 +235,7 @@ def _load() -> ctypes.CDLL:
 
 
 def library() -> ctypes.CDLL:
-    """libflce, loaded once. Raises UnavailableError, the same one each time, where it cannot be."""
+    """libflce, loaded once. Raises UnavailableError, with the same text each time, where it cannot be."""
     global _library, _load_error
     if _library is not None:
         return _library
@@ -244,10 +244,10 @@ def library() -> ctypes.CDLL:
             try:
                 _library = _load()
             except errors.UnavailableError as error:
-                _load_error = error
+                _load_error = str(error)
         if _library is None:
             assert _load_error is not None
-            raise _load_error
+            raise errors.UnavailableError(_load_error)
         return _library
 
 
