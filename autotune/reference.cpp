@@ -86,8 +86,7 @@ float rounded_mantissa(float value, DType dtype) {
 }
 
 float stored_value(float value, DType dtype) {
-    constexpr float kSmallestNormal = 0x1p-14F;
-    constexpr float kSmallest = 0x1p-24F;
+    constexpr float kSmallestNormal = 0x1p-14F, kSmallest = 0x1p-24F;
     if (dtype == DType::fp16 && std::abs(value) < kSmallestNormal) return std::nearbyint(value / kSmallest) * kSmallest;
     return rounded_mantissa(value, dtype);
 }
@@ -102,6 +101,7 @@ ReferenceProblem reference_problem(const Spec& spec, const RandomLayer& layer) {
             .weight = layer.weight.data(),
             .bias = layer.bias.data(),
             .class_weight = layer.class_weight,
+            .class_offset = layer.class_offset,
             .target = layer.target,
             .temperature = layer.temperature,
             .token_weight = layer.token_weight,
@@ -236,6 +236,7 @@ typename BasicReference<Real>::Logit BasicReference<Real>::logit(std::int64_t to
         result.value = cap * t;
         result.derivative *= 1 - t * t;
     }
+    if (spec.class_offset) result.value += problem_.class_offset[static_cast<std::size_t>(row)];
     if (spec.temperature) {
         const Real temperature = of_token(problem_.temperature, token);
         result.value /= temperature;
@@ -490,9 +491,7 @@ Real BasicReference<Real>::grad_weight_row(std::int64_t row, std::span<Real> out
 template <class Real>
 double BasicReference<Real>::operations(const Spec& spec, std::int64_t num_tokens, std::int64_t tokens, std::int64_t rows) {
     const auto d = static_cast<double>(spec.hidden_size);
-    return 2 * d *
-           (static_cast<double>(tokens) * static_cast<double>(spec.vocab_size) +
-            static_cast<double>(num_tokens) * static_cast<double>(rows));
+    return 2 * d * static_cast<double>(tokens * spec.vocab_size + num_tokens * rows);
 }
 
 template class BasicReference<double>;

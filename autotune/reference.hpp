@@ -20,7 +20,7 @@ struct ReferenceProblem {
     const std::byte* hidden = nullptr;  ///< [N, D], spec dtype
     const std::byte* weight = nullptr;  ///< [P, D] or [D, P], spec dtype
     const std::byte* bias = nullptr;    ///< [V], spec dtype
-    std::span<const float> class_weight;
+    std::span<const float> class_weight, class_offset;
     std::span<const std::int64_t> target;
     std::span<const float> temperature, token_weight;  ///< [N]
     std::span<const std::int64_t> teacher_ids;         ///< [N, K], and so are teacher_probs

@@ -44,6 +44,7 @@ enum class Condition : std::uint8_t {
     always,
     bias,
     class_weight,
+    class_offset,
     temperature,
     token_weight,
     teacher,
@@ -72,6 +73,7 @@ enum class Use : std::uint8_t { none, read, may_read, write, may_write };  ///< 
     X(weight,              weight,      weight,           always,             read,      read,     none,      read)                        \
     X(bias,                spec,        classes,          bias,               read,      read,     none,      read)                        \
     X(class_weight,        fp32,        classes,          class_weight,       read,      read,     none,      read)                        \
+    X(class_offset,        fp32,        classes,          class_offset,       read,      read,     none,      read)                        \
     X(target,              label,       tokens,           always,             read,      read,     read,      read)                        \
     X(temperature,         fp32,        tokens,           temperature,        read,      read,     read,      read)                        \
     X(token_weight,        fp32,        tokens,           token_weight,       read,      may_read, read,      read)                        \

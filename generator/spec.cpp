@@ -87,6 +87,7 @@ void check_teacher_head(const Spec& s) {
     if (s.label_smoothing != 0.0) refuse("label_smoothing", s.label_smoothing, kNoTarget);
     if (s.z_loss != 0.0) refuse("z_loss", s.z_loss, kNoTarget);
     if (s.class_weight) refuse("class_weight", true, kNoTarget);
+    if (s.class_offset) refuse("class_offset", true, "false where there is a teacher_hidden_size, whose heads have biases");
     if (s.dft) refuse("dft", true, kNoTarget);
     if (s.teacher_top_k != 0) refuse("teacher_top_k", s.teacher_top_k, "0 where there is a teacher_hidden_size: one teacher a layer");
     if (s.batch_invariant) refuse("batch_invariant", true, "false where there is a teacher_hidden_size");
@@ -276,9 +277,9 @@ std::size_t SpecHash::operator()(const Spec& s) const noexcept {
                              static_cast<std::uint64_t>(s.grad_weight_dtype), static_cast<std::uint64_t>(s.grad_weight_mode)}) {
         bits = bits << 4 | field;
     }
-    for (const bool flag :
-         {s.tied, s.bias, s.class_weight, s.temperature, s.token_weight, s.batch_invariant, s.dft, s.support, s.teacher_bias,
-          s.outputs.loss, s.outputs.lse, s.outputs.logprobs, s.outputs.entropy, s.outputs.top1, s.outputs.log_sum_sq_probs}) {
+    for (const bool flag : {s.tied, s.bias, s.class_weight, s.class_offset, s.temperature, s.token_weight, s.batch_invariant, s.dft,
+                            s.support, s.teacher_bias, s.outputs.loss, s.outputs.lse, s.outputs.logprobs, s.outputs.entropy, s.outputs.top1,
+                            s.outputs.log_sum_sq_probs}) {
         bits = bits << 1 | static_cast<std::uint64_t>(flag);
     }
     auto real = [](double value) { return std::bit_cast<std::uint64_t>(value + 0.0); };  // 0 and −0 are equal

@@ -121,6 +121,7 @@ constexpr std::array kKeys = {
             [](Spec& s, Text k, Text v) { s.grad_weight_mode = read_enum(k, v, {GradMode::write, GradMode::accumulate}); }},
     SpecKey{"bias", SpecKeyKind::flag, [](Spec& s, Text k, Text v) { s.bias = read_flag(k, v); }},
     SpecKey{"class_weight", SpecKeyKind::flag, [](Spec& s, Text k, Text v) { s.class_weight = read_flag(k, v); }},
+    SpecKey{"class_offset", SpecKeyKind::flag, [](Spec& s, Text k, Text v) { s.class_offset = read_flag(k, v); }},
     SpecKey{"temperature", SpecKeyKind::flag, [](Spec& s, Text k, Text v) { s.temperature = read_flag(k, v); }},
     SpecKey{"token_weight", SpecKeyKind::flag, [](Spec& s, Text k, Text v) { s.token_weight = read_flag(k, v); }},
     SpecKey{"batch_invariant", SpecKeyKind::flag, [](Spec& s, Text k, Text v) { s.batch_invariant = read_flag(k, v); }},
@@ -194,6 +195,7 @@ std::vector<SpecEntry> spec_entries(const Spec& spec) {
     add("grad_weight_mode", spec.grad_weight_mode != default_grad_mode(spec), std::string(to_string(spec.grad_weight_mode)));
     add("bias", spec.bias, "true");
     add("class_weight", spec.class_weight, "true");
+    add("class_offset", spec.class_offset, "true");
     add("temperature", spec.temperature, "true");
     add("token_weight", spec.token_weight, "true");
     add("batch_invariant", spec.batch_invariant, "true");

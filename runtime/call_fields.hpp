@@ -127,6 +127,7 @@ struct CallSizes {
         case Condition::always: return true;
         case Condition::bias: return spec.bias;
         case Condition::class_weight: return spec.class_weight;
+        case Condition::class_offset: return spec.class_offset;
         case Condition::temperature: return spec.temperature;
         case Condition::token_weight: return spec.token_weight;
         case Condition::teacher: return spec.teacher_top_k > 0;
@@ -153,6 +154,7 @@ struct CallSizes {
         case Condition::always: break;
         case Condition::bias: return "the spec has no bias";
         case Condition::class_weight: return "the spec has no class_weight";
+        case Condition::class_offset: return "the spec has no class_offset";
         case Condition::temperature: return "the spec has no temperature";
         case Condition::token_weight: return "the spec has no token_weight";
         case Condition::teacher: return "the spec has no teacher_top_k";

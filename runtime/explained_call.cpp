@@ -67,7 +67,7 @@ private:
     /// Part that grad_weight's memory holds.
     [[nodiscard]] KeptPart lent(const Plan& plan) const {
         if (!retains(plan) || has_teacher_head(q_.spec) || q_.spec.support) return {};  // nothing is lent to them
-        const double part = lendable_part(q_.spec, q_.num_tokens);  // in elements of the spec's dtype
+        const double part = lendable_part(q_.spec, q_.num_tokens);                      // in elements of the spec's dtype
         return {plan.path == PlanPath::cpu ? std::min(1.0, lendable_of_fp32()) : part, 0};
     }
 

@@ -17,6 +17,7 @@ Spec structure_of(const Spec& spec) {
     structure.grad_weight_mode = spec.grad_weight_mode;
     structure.bias = spec.bias;
     structure.class_weight = spec.class_weight;
+    structure.class_offset = spec.class_offset;
     structure.temperature = spec.temperature;
     structure.logit_scale = spec.logit_scale == 1.0 ? 1.0 : 2.0;
     structure.softcap = spec.softcap == 0.0 ? 0.0 : 1.0;

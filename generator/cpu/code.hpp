@@ -34,13 +34,14 @@ inline constexpr std::int64_t kPrefetchBytes = 16;
 /// contiguous) or between depths (where lines are).
 using PackPanel = void (*)(const void* source, std::int64_t ld, void* panel, std::int64_t valid, std::int64_t depth);
 /// Transforms the logits z [rows, cols] in place (columns past cols, up to the next full vector, become −infinity) and writes each row's
-/// sums; target_logit and top1 are left alone. `temperatures`: the rows', read where the spec has temperature.
+/// sums; target_logit and top1 are left alone. `temperatures`: the rows', read where the spec has temperature, as `class_offset` is.
 using ForwardTile = void (*)(float* z, std::int64_t ldz, std::int64_t rows, std::int64_t cols, const float* bias, const float* class_weight,
-                             const float* parameters, const float* temperatures, RowSums* sums);
+                             const float* parameters, const float* temperatures, RowSums* sums, const float* class_offset);
 /// Turns z [rows, cols] into the gradient of hidden · weightᵀ + bias, in place; columns cols … width − 1 become 0. Column 0 is the
 /// chunk's `first_column`.
 using BackwardTile = void (*)(float* z, std::int64_t ldz, std::int64_t rows, std::int64_t cols, std::int64_t width, const float* bias,
-                              const float* class_weight, const float* parameters, const GradRow* grad_rows, std::int64_t first_column);
+                              const float* class_weight, const float* parameters, const GradRow* grad_rows, std::int64_t first_column,
+                              const float* class_offset);
 /// out[c] = Σ_r x[r, c], in order of r.
 using ColumnSums = void (*)(const float* x, std::int64_t ldx, std::int64_t rows, std::int64_t cols, float* out);
 /// Converts x [rows, cols] into the destination's dtype, writing or accumulating as the function's name says.

@@ -29,10 +29,11 @@ struct LogitTracer {
     FunctionBuilder& f;
     const Spec& spec;
     Value* bias;
+    Value* offset;
     std::vector<IrFloat> parameters;
 
-    LogitTracer(FunctionBuilder& builder, const Spec& s, Value* bias_pointer, Value* parameter_pointer)
-        : f(builder), spec(s), bias(bias_pointer) {
+    LogitTracer(FunctionBuilder& builder, const Spec& s, Value* bias_pointer, Value* parameter_pointer, Value* offset_pointer)
+        : f(builder), spec(s), bias(bias_pointer), offset(offset_pointer) {
         const int lanes = f.target().lanes();
         const auto count = static_cast<int>(transform_parameters(spec).size());
         for (int i = 0; i < count; ++i) {
@@ -44,7 +45,11 @@ struct LogitTracer {
         const int lanes = f.target().lanes();
         Value* x = f.load_float(f.at(row, column, 4), DType::fp32, lanes);
         if (spec.bias) x = f.ir().CreateFAdd(x, f.load_float(f.at(bias, column, 4), DType::fp32, lanes));
-        const auto traced = transform_logit<IrFloat>(spec, IrFloat(f, x, lanes), parameters);
+        auto traced = transform_logit<IrFloat>(spec, IrFloat(f, x, lanes), parameters);
+        if (spec.class_offset) {
+            Value* added = f.load_float(f.at(offset, column, 4), DType::fp32, lanes);
+            traced.logit = IrFloat(f, f.ir().CreateFAdd(traced.logit.value(f, lanes), added), lanes);
+        }
         if (!spec.temperature) return traced;
         const auto divided = [&](const IrFloat& by_one) {
             return IrFloat(f, f.ir().CreateFDiv(by_one.value(f, lanes), temperature), lanes);
@@ -99,11 +104,12 @@ Values sum_row(FunctionBuilder& f, const Spec& spec, Value* row, Value* cols, Va
 }  // namespace
 
 void emit_forward_tile(llvm::Module& module, const VectorTarget& target, const std::string& symbol, const Spec& spec) {
-    FunctionBuilder f(module, target, symbol,
-                      {Arg::pointer, Arg::i64, Arg::i64, Arg::i64, Arg::pointer, Arg::pointer, Arg::pointer, Arg::pointer, Arg::pointer});
+    FunctionBuilder f(
+        module, target, symbol,
+        {Arg::pointer, Arg::i64, Arg::i64, Arg::i64, Arg::pointer, Arg::pointer, Arg::pointer, Arg::pointer, Arg::pointer, Arg::pointer});
     auto& ir = f.ir();
     const int lanes = target.lanes();
-    const LogitTracer tracer(f, spec, f.arg(4), f.arg(6));
+    const LogitTracer tracer(f, spec, f.arg(4), f.arg(6), f.arg(9));
     f.loop(f.i64(0), f.arg(2), 1, [&](Value* r) {
         Value* row = f.at(f.arg(0), ir.CreateMul(r, f.arg(1)), 4);
         Value* temperature = spec.temperature ? f.splat(f.load_float(f.at(f.arg(7), r, 4), DType::fp32, 0), lanes) : nullptr;
@@ -184,12 +190,12 @@ Value* logit_gradient(FunctionBuilder& f, const LogitTracer& tracer, const GradR
 }  // namespace
 
 void emit_backward_tile(llvm::Module& module, const VectorTarget& target, const std::string& symbol, const Spec& spec) {
-    FunctionBuilder f(
-        module, target, symbol,
-        {Arg::pointer, Arg::i64, Arg::i64, Arg::i64, Arg::i64, Arg::pointer, Arg::pointer, Arg::pointer, Arg::pointer, Arg::i64});
+    FunctionBuilder f(module, target, symbol,
+                      {Arg::pointer, Arg::i64, Arg::i64, Arg::i64, Arg::i64, Arg::pointer, Arg::pointer, Arg::pointer, Arg::pointer,
+                       Arg::i64, Arg::pointer});
     auto& ir = f.ir();
     const int lanes = target.lanes();
-    const LogitTracer tracer(f, spec, f.arg(5), f.arg(7));
+    const LogitTracer tracer(f, spec, f.arg(5), f.arg(7), f.arg(10));
     Value* zero = f.float_splat(0.F, lanes);
     Value* cols = f.arg(3);
     Value* covered = ir.CreateAnd(ir.CreateAdd(cols, f.i64(lanes - 1)), f.i64(~std::int64_t{lanes - 1}));

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <bit>
 #include <numeric>
 
 #include "flce/error.hpp"
@@ -56,6 +57,7 @@ SlotLayout slot_layout(const Spec& spec, const CpuPlan& plan) {
     slot.b_block = arena.take(std::int64_t{4} * plan.block_k * plan.block_n);
     slot.bias = arena.take(std::int64_t{4} * plan.block_n);
     slot.class_weight = arena.take(std::int64_t{4} * plan.block_n);
+    slot.class_offset = arena.take(std::int64_t{4} * plan.block_n);
     slot.sums = arena.take(round_up(plan.block_m, row_step(plan)) * static_cast<std::int64_t>(sizeof(RowSums)));
     if (has_teacher_head(spec)) {
         slot.teacher_tile = arena.take(std::int64_t{4} * round_up(plan.block_m, row_step(plan)) * plan.block_n);
@@ -68,6 +70,13 @@ SlotLayout slot_layout(const Spec& spec, const CpuPlan& plan) {
 std::int64_t support_slot_bytes(const Spec& spec) {
     return round_up(4 * (3 * round_up(spec.hidden_size, 16) + spec.teacher_top_k), kAlign);
 }
+
+/// Bins of a support's classes are counted one by one, in memory that any scratch has.
+int support_bin_bits(const Spec& spec) {
+    constexpr int kMostBits = 16;
+    return std::max(0, static_cast<int>(std::bit_width(static_cast<std::uint64_t>(spec.vocab_size - 1))) - kMostBits);
+}
+std::int64_t support_bins(const Spec& spec) { return ceil_div(spec.vocab_size, std::int64_t{1} << support_bin_bits(spec)); }
 
 CpuForwardLayout place_forward(const Spec& spec, const Plan& plan, std::int64_t slots, std::int64_t num_tokens, std::int64_t largest_rows) {
     const CpuPlan& p = plan.cpu;
@@ -207,13 +216,15 @@ CpuSupportLayout cpu_support_layout(const Spec& spec, const Plan& plan, int thre
     l.depth = round_up(spec.hidden_size, 16);
     l.slots = cpu_worker_count(spec, plan, threads);
     l.slot_bytes = support_slot_bytes(spec);
+    l.bin_bits = support_bin_bits(spec);
+    l.bins = support_bins(spec);
     const std::int64_t places = num_tokens * spec.teacher_top_k;
     Arena arena;
     l.slot_offset = arena.take(l.slots * l.slot_bytes);
     l.row_losses = arena.take(4 * num_tokens);
     l.dlogits = arena.take(4 * places);
-    l.sorted = arena.take(4 * places);
-    l.starts = arena.take(4 * (spec.vocab_size + 2));
+    l.sorted = arena.take(8 * places);
+    l.starts = arena.take(4 * (l.bins + 2));
     l.bytes = arena.bytes();
     return l;
 }
@@ -226,7 +237,7 @@ CpuRetained cpu_retained(const Plan& plan, std::int64_t num_tokens, std::int64_t
 }
 
 std::int64_t cpu_least_scratch_bytes(const Spec& spec, const Plan& plan) {
-    if (spec.support) return support_slot_bytes(spec) + 4 * (spec.vocab_size + 2) + 8 * kAlign;
+    if (spec.support) return support_slot_bytes(spec) + 4 * (support_bins(spec) + 2) + 8 * kAlign;
     const std::int64_t step = row_step(plan.cpu);
     const std::int64_t forward = place_forward(spec, plan, 1, step, step).bytes;
     const std::int64_t many = 2 * step;  // several row blocks, so that the accumulator of grad_weight is counted

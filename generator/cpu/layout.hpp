@@ -30,6 +30,7 @@ struct SlotLayout {
     std::int64_t b_block = 0;       ///< block_k × block_n units, 4 bytes each
     std::int64_t bias = 0;          ///< fp32 [block_n]
     std::int64_t class_weight = 0;  ///< fp32 [block_n]
+    std::int64_t class_offset = 0;  ///< fp32 [block_n]
     std::int64_t sums = 0;          ///< RowSums [block_m]
     std::int64_t teacher_tile = 0;  ///< where the spec has a teacher's head: fp32 [block_m, block_n]
     std::int64_t teacher_bias = 0;  ///< and fp32 [block_n]
@@ -81,8 +82,10 @@ struct CpuSupportLayout {
     std::int64_t slot_bytes = 0;  ///< fp32 [3, depth] and [teacher_top_k]
     std::int64_t row_losses = 0;  ///< fp32 [N]
     std::int64_t dlogits = 0;     ///< fp32 [N, teacher_top_k]
-    std::int64_t sorted = 0;      ///< uint32 [N, teacher_top_k]: places by class
-    std::int64_t starts = 0;      ///< uint32 [V + 2]
+    std::int64_t sorted = 0;      ///< uint64 [N, teacher_top_k]: class · 2^32 + place, by bins of classes
+    std::int64_t bins = 0;        ///< at most 2^16, of 2^bin_bits classes each
+    int bin_bits = 0;
+    std::int64_t starts = 0;  ///< uint32 [bins + 2]
     std::int64_t bytes = 0;
 };
 

@@ -117,6 +117,8 @@ def linear_cross_entropy(hidden: Any, weight: _Head, target: Any, **options: Any
             bias are taken; layers of other classes, and with hooks, are an ArgumentError.
         target: [...] int64 or int32. Rows that hold ignore_index, and rows out of [0, V) (see `check_labels`), count for nothing.
         bias: [V].
+        class_offset: [V] of a real dtype (computed with in fp32), added to the logits behind the softcap and before the temperature: logit
+            adjustment, log Q of sampled classes, a vocabulary mask. −inf rules a class out. It gets no gradient.
         reduction: "none" gives [...], 0 for ignored rows; "sum", "mean" and "weighted_mean" a scalar. All fp32. "mean" divides by the
             number of valid rows, "weighted_mean" by the sum of their token_weight; with class_weight cross entropies are divided by the sum
             of these, each times its class's weight, and z-losses as without. With no valid row, loss and gradients are 0.
@@ -157,9 +159,9 @@ def linear_cross_entropy(hidden: Any, weight: _Head, target: Any, **options: Any
             not. Eager mode only; hooks on the weight's gradient do not run. `torch.autograd.grad` of a weight that is a leaf, or of the
             leaf that weight is a view of, returns the gradient and leaves this buffer alone.
         process_group: the ranks over which the vocabulary lies, a ProcessGroup or a DeviceMesh of one dimension; None: weight is whole.
-            weight, bias and class_weight are then this rank's part, plain tensors or DTensors with Shard(0), of any number of rows; target
-            and all else of tokens is the same on every rank. All ranks call together. Outputs are the same bits on every rank; hidden's
-            gradient is the sum over ranks, weight's is this rank's part. See docs/tensor-parallel.md.
+            weight, bias, class_weight and class_offset are then this rank's part, plain tensors or DTensors with Shard(0), of any number of
+            rows; target and all else of tokens is the same on every rank. All ranks call together. Outputs are the same bits on every rank;
+            hidden's gradient is the sum over ranks, weight's is this rank's part. See docs/tensor-parallel.md.
         sequence_parallel: hidden is this rank's part of the tokens: in one dimension, target's size is hidden's times the number of ranks.
             hidden is gathered in forward and again in backward, and its gradient is this rank's part.
         vocab_start: the label of weight's first row. None: the rows of lower ranks, added up, as ranks tell each other before each

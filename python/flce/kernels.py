@@ -62,6 +62,7 @@ def get_kernel(
     accumulate: bool = False,
     bias: bool = False,
     class_weight: bool = False,
+    class_offset: bool = False,
     temperature: bool = False,
     token_weight: bool = False,
     logit_scale: float | None = None,
@@ -123,8 +124,9 @@ def get_kernel(
         teacher_top_k=teacher_top_k,
         hard_weight=hard_weight,
     )
-    inputs = {"bias": bias, "class_weight": class_weight, "temperature": temperature, "token_weight": token_weight}
-    flags = {"hidden_major": hidden_major, "accumulate": accumulate, **inputs}
+    of_classes = {"bias": bias, "class_weight": class_weight, "class_offset": class_offset}
+    of_tokens = {"temperature": temperature, "token_weight": token_weight}
+    flags = {"hidden_major": hidden_major, "accumulate": accumulate, **of_classes, **of_tokens}
     for name, flag in flags.items():
         checks.flag(name, flag)
     if num_tokens is not None and (not isinstance(num_tokens, int) or num_tokens < 0):

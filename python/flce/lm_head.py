@@ -124,8 +124,8 @@ class FusedLMHead(nn.Linear):
         process_group this rank's. With labels [..., S] the loss, or a tuple that begins with it. A list of hidden states gives a tuple of
         logits, or with labels, one tensor or a list, what `flce.linear_cross_entropy` gives for several.
 
-        of_call: for the loss: num_valid_tokens, temperature, token_weight, cu_seqlens, grad_weight_out, loss_weights and the return_ flags
-        of `flce.linear_cross_entropy`, whose errors it raises. A temperature takes the place of the option.
+        of_call: for the loss: num_valid_tokens, temperature, token_weight, class_offset, cu_seqlens, grad_weight_out, loss_weights and the
+        return_ flags of `flce.linear_cross_entropy`, whose errors it raises. A temperature takes the place of the option.
         """
         several = are_several(input)
         if several and not input:

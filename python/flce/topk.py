@@ -91,7 +91,7 @@ def linear_topk(
     for name, given in {"weight": weight, "bias": bias}.items():
         if given is not None and given.dtype is not hidden.dtype and hidden.dtype in DTYPES:
             raise errors.DTypeError(f"{name} has dtype {given.dtype}; it must be hidden's: convert it with {name}.to({hidden.dtype})")
-    check_inputs(hidden, weight, target, bias, None)
+    check_inputs(hidden, weight, target, {"bias": bias})
     if weight.shape[1] == 0:
         raise errors.ShapeError(f"weight has shape {list(weight.shape)}; its hidden_size must be 1 or more")
     if k > MOST_TOP_K or (asked is None and k > weight.shape[0]):

@@ -43,9 +43,11 @@ def make_problem(
     class_weight: bool = False,
     temperature: bool | float | None = None,
     token_weight: bool = False,
+    class_offset: bool = False,
     **options: Any,
 ) -> Problem:
-    """Random tensors; `temperature` True: one for each token."""
+    """Random tensors; `temperature` True: one for each token. `class_offset`: some classes that are no target are ruled out, too, but for a
+    loss of all classes."""
     generator = torch.Generator().manual_seed(1234)
 
     def normal(*shape: int, scale: float = 1.0) -> Tensor:
@@ -64,6 +66,14 @@ def make_problem(
         options["temperature"] = temperature
     if token_weight:
         options["token_weight"] = torch.randn(num_tokens, generator=generator).add_(0.5).to(device)
+    if class_offset:
+        offsets = torch.randn(vocab_size, generator=generator)
+        if not options.get("label_smoothing"):
+            ruled_out = torch.ones(vocab_size, dtype=torch.bool)
+            ruled_out[target[target >= 0]] = False
+            ruled_out[::3] = False
+            offsets[ruled_out] = -torch.inf
+        options["class_offset"] = offsets.to(device)
     return Problem(hidden, weight, target.to(device), options)
 
 
@@ -111,11 +121,14 @@ def reference(
     temperature: Tensor | float | None = None,
     token_weight: Tensor | None = None,
     dft: bool = False,
+    class_offset: Tensor | None = None,
     **_: Any,
 ) -> dict[str, Tensor]:
     """loss, lse, logprobs, entropy and log_sum_sq_probs in fp64 with the logits written out, 0 in ignored rows; differentiable. And top1,
     -1 there."""
     logits = reference_logits(hidden, weight, bias, logit_scale, softcap)
+    if class_offset is not None:
+        logits = logits + class_offset.double()
     vocab_size = weight.shape[0]
     flat = logits.reshape(-1, vocab_size)
     labels = target.reshape(-1).long()
@@ -131,9 +144,10 @@ def reference(
     lse = flat.logsumexp(-1)
     log_softmax = flat - lse[:, None]
     logprobs = log_softmax.gather(1, safe[:, None])[:, 0]
-    entropy = -(log_softmax.exp() * log_softmax).sum(-1)
+    finite = log_softmax.masked_fill(log_softmax == -torch.inf, 0)  # 0 · ∞ counts as 0
+    entropy = -(log_softmax.exp() * finite).sum(-1)
     hard = -weights[safe] * logprobs
-    smooth = -(log_softmax * weights).sum(-1) / vocab_size
+    smooth = -(finite * weights).sum(-1) / vocab_size
     zero = torch.zeros_like(lse)
     row_weights = torch.ones_like(zero) if token_weight is None else token_weight.reshape(-1).double()
     factor = torch.where(valid, row_weights * (logprobs.detach().exp() if dft else 1.0), 0.0)

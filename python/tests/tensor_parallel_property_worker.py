@@ -97,6 +97,7 @@ class Tensors:
         self.target[torch.rand(case.tokens, generator=make) < case.ignored] = -100
         self.temperature, self.token_weight = torch.rand(case.tokens, generator=make) + 0.5, torch.rand(case.tokens, generator=make)
         self.upstream = torch.randn(case.tokens, generator=make)
+        self.class_offset = torch.randn(rows, generator=make)
         self.classes = classes
 
 
@@ -104,7 +105,8 @@ def call(case: Case, tensors: Tensors, hidden: Tensor, weight: Tensor, bias: Ten
     """Outputs; backward has run from a sum of all that are differentiable."""
     given: dict[str, Any] = {**case.options, "workspace_limit_bytes": case.limit, "retain_in_grad_weight": case.retain, **more}
     if case.by_class:
-        given |= {"bias": bias, "class_weight": tensors.class_weight[begin:end].clone()}
+        of_classes = {"class_weight": tensors.class_weight, "class_offset": tensors.class_offset}
+        given |= {"bias": bias, **{name: numbers[begin:end].clone() for name, numbers in of_classes.items()}}
     if case.by_token:
         given |= {"temperature": tensors.temperature, "token_weight": tensors.token_weight}
     made = flce.linear_cross_entropy(hidden, weight, tensors.target, **given)

@@ -112,7 +112,7 @@ def test_compile_with_dynamic_tokens_compiles_once(device: str) -> None:
 
 def test_explain_finds_no_graph_break(device: str) -> None:
     torch._dynamo.reset()
-    problem = make_problem(device, class_weight=True, bias=True)
+    problem = make_problem(device, class_weight=True, class_offset=True, bias=True)
     found = torch._dynamo.explain(flce.linear_cross_entropy)(
         problem.hidden, problem.weight, problem.target, num_valid_tokens=problem.target.numel(), **problem.options
     )

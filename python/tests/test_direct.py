@@ -118,10 +118,15 @@ def test_options_are_still_checked(device: str, options: dict[str, Any]) -> None
         flce.linear_cross_entropy(problem.hidden, problem.weight, problem.target, **options)
 
 
-@pytest.mark.parametrize("name", ["bias", "class_weight", "temperature", "token_weight", "num_valid_tokens"])
+@pytest.mark.parametrize("name", ["bias", "class_weight", "class_offset", "temperature", "token_weight", "num_valid_tokens"])
 def test_a_plain_call_that_is_known_is_not_taken_for_one_with_a_tensor(device: str, name: str) -> None:
     problem = make_problem(device, torch.float32)
-    sizes = {"bias": problem.weight.shape[:1], "class_weight": problem.weight.shape[:1], "num_valid_tokens": ()}
+    sizes = {
+        "bias": problem.weight.shape[:1],
+        "class_weight": problem.weight.shape[:1],
+        "class_offset": problem.weight.shape[:1],
+        "num_valid_tokens": (),
+    }
     given = {name: torch.rand(sizes.get(name, problem.target.shape), device=device) + 0.5}
     expected = flce.linear_cross_entropy(problem.hidden, problem.weight, problem.target, **given)
     _call.forget()

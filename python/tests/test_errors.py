@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import inspect
 import multiprocessing
 import os
@@ -11,6 +12,7 @@ import pickle
 import shutil
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from decimal import Decimal
@@ -59,6 +61,8 @@ def call(device: str = "cpu", **changes: Any) -> Any:
         ({"bias": torch.zeros(100)}, flce.ShapeError, r"bias has shape \[100\].*\[101\]"),
         ({"bias": torch.zeros(101, dtype=torch.long)}, flce.DTypeError, r"bias has dtype"),
         ({"class_weight": torch.zeros(3)}, flce.ShapeError, r"class_weight has shape"),
+        ({"class_offset": torch.zeros(3)}, flce.ShapeError, r"class_offset has shape"),
+        ({"class_offset": torch.zeros(101, requires_grad=True)}, flce.ArgumentError, r"class_offset requires .* give it as bias"),
         ({"class_weight": torch.zeros(101, requires_grad=True)}, flce.ArgumentError, r"class_weight requires a gradient"),
         ({"hidden": [[0.0] * 24] * 37}, flce.DTypeError, r"hidden is a list; it must be a tensor"),
         ({"target": None}, flce.DTypeError, r"target is a NoneType; it must be a tensor"),
@@ -361,6 +365,23 @@ def test_missing_library_is_said_where_it_is_needed() -> None:
     assert "FLCE_LIBRARY" in result.stdout
 
 
+def test_a_missing_library_keeps_no_calls_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_native, "_library", None)
+    monkeypatch.setattr(_native, "_load_error", "libflce cannot be loaded")
+    held = []
+
+    def call_in_vain() -> None:
+        tensor = torch.zeros(4)
+        held.append(weakref.ref(tensor))
+        with pytest.raises(flce.UnavailableError, match="cannot be loaded"):
+            _native.library()
+
+    for _ in range(3):
+        call_in_vain()
+    gc.collect()
+    assert not any(of_call() is not None for of_call in held)
+
+
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
 @pytest.mark.parametrize(
     ("source", "message"),
@@ -419,7 +440,7 @@ def test_a_number_of_tokens_beside_class_weights_is_the_divisor_of_cross_entropi
 
 LAYER_TENSORS = {"hidden": HIDDEN, "weight": WEIGHT, "target": TARGET}
 WHOLE: dict[str, dict[str, Tensor]] = {  # tensors of a call that may not lie over ranks, by its function's name
-    "linear_cross_entropy": {**LAYER_TENSORS, "bias": torch.zeros(20), "class_weight": torch.ones(20)},
+    "linear_cross_entropy": {**LAYER_TENSORS, "bias": torch.zeros(20), "class_weight": torch.ones(20), "class_offset": torch.ones(20)},
     "linear_topk_distillation": {**LAYER_TENSORS, **TEACHER},
 }
 

@@ -141,7 +141,7 @@ def test_concurrent_first_use_gives_one_kernel(device: str) -> None:
     assert len(set(map(id, found))) == 1
 
 
-@pytest.mark.parametrize("name", ["hidden_major", "accumulate", "bias", "class_weight"])
+@pytest.mark.parametrize("name", ["hidden_major", "accumulate", "bias", "class_weight", "class_offset"])
 def test_flags_that_are_no_flags(name: str) -> None:
     with pytest.raises(flce.DTypeError, match=f"{name} is 'no'; it must be True or False"):
         flce.get_kernel(64, 10, torch.float32, device="cpu", **{name: "no"})

@@ -21,7 +21,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "bias": {"bias": True},
     "logits": {"logit_scale": 0.7, "softcap": 5.0},
     "temperature": {"temperature": 1.3},
-    "everything": {"bias": True, "logit_scale": 0.7, "softcap": 5.0, "temperature": "each"},
+    "class_offset": {"class_offset": True, "softcap": 5.0},
+    "everything": {"class_offset": True, "bias": True, "logit_scale": 0.7, "softcap": 5.0, "temperature": "each"},
 }
 
 
@@ -48,6 +49,8 @@ def given_of(name: str, device: str, dtype: torch.dtype = torch.float32) -> dict
     options = dict(OPTIONS[name])
     if "bias" in options:
         options["bias"] = torch.randn(V, generator=generator).to(device, dtype).requires_grad_()
+    if "class_offset" in options:
+        options["class_offset"] = torch.randn(V, generator=generator).to(device)
     if options.get("temperature") == "each":
         options["temperature"] = (torch.rand(N, generator=generator) + 0.5).to(device)
     return options
@@ -63,10 +66,12 @@ def right(
     logit_scale: Any = 1,
     softcap: Any = 0,
     temperature: Any = 1,
+    class_offset: Any = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """In fp64: log-probabilities, lse and entropy, 0 for rows that name nothing."""
     logits = logit_scale * (hidden.double() @ weight.double().t() + (0 if bias is None else bias.double()))
     logits = softcap * torch.tanh(logits / softcap) if softcap else logits
+    logits = logits + class_offset
     logits = logits / (temperature.double()[:, None] if isinstance(temperature, Tensor) else temperature)
     there, named = ids >= 0, (ids != -1).any(-1)
     if normalize == "support":
@@ -120,6 +125,29 @@ def test_central_differences(normalize: str) -> None:
     (gradient,) = torch.autograd.grad(total(0.0), hidden)
     difference = (total(1e-2) - total(-1e-2)) / 2e-2
     assert abs(difference - (gradient.double() * direction).sum()) < 2e-3 * difference.abs()
+
+
+def test_a_token_whose_classes_are_all_ruled_out_is_no_number(device: str) -> None:
+    hidden, weight, ids = tensors(device)
+    bias = torch.full((V,), -torch.inf, device=device)
+    bias[:2] = 0
+    ids = torch.where(ids >= 0, ids % 2, ids)
+    ids[3] = -1
+    ids[3, :2] = torch.tensor([5, 6], device=device)
+    logprobs, lse, entropy = flce.linear_logprobs_at(
+        hidden, weight, ids, bias=bias, return_lse=True, return_entropy=True, normalize="support"
+    )
+    assert lse[3] == -torch.inf and logprobs[3, :2].isnan().all() and entropy[3].isnan() and not logprobs[3, 2:].any()
+    others = torch.arange(N, device=device) != 3
+    for got, wanted in zip((logprobs, lse, entropy), right(hidden, weight, ids, normalize="support"), strict=True):
+        near(got[others], wanted[others], 1e-5)
+
+
+def test_batched_gradients_are_refused_by_name(device: str, normalize: str) -> None:
+    hidden, weight, ids = tensors(device)
+    logprobs = flce.linear_logprobs_at(hidden, weight, ids, normalize=normalize)
+    with pytest.raises(flce.UnsupportedTransformError, match="cannot be batched"):
+        torch.autograd.grad(logprobs[:, 0], hidden, torch.eye(N, device=device), is_grads_batched=True)
 
 
 @pytest.mark.parametrize("index", [torch.int64, torch.int32])

@@ -23,6 +23,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "label_smoothing": {"label_smoothing": 0.1},
     "z_loss": {"z_loss": 1e-2},
     "class_weight": {"class_weight": True},
+    "class_offset": {"class_offset": True, "softcap": 5.0},
     "temperature": {"temperature": True},
     "temperature for all": {"temperature": 0.6},
     "token_weight": {"token_weight": True},

@@ -79,6 +79,7 @@ def _random_call(seed: int, device: str) -> tuple[Problem, torch.dtype, str]:
     dtype = choice.choice([torch.float32, torch.float32, torch.bfloat16])
     form = choice.choice([(30,), (5, 6), (2, 3, 5), (1,), (64,)])
     options: dict[str, Any] = sometimes(logit_scale=0.7) | sometimes(softcap=5.0) | sometimes(bias=True)
+    options |= sometimes(class_offset=True)
     options |= sometimes(temperature=choice.choice([0.5, 1.0, 2, True, True, True]))
     if function == "linear_cross_entropy":
         options |= sometimes(token_weight=True) | sometimes(dft=True) | sometimes(class_weight=True)

@@ -169,7 +169,7 @@ private:
             differentiate_divergence(slot, s, range, rows);
         } else {
             code_.backward_tile(slot.tile, ld, rows, range.columns, ld, slot.bias, slot.class_weight, context_.transform_parameters.data(),
-                                grad_rows() + range.row, range.column);
+                                grad_rows() + range.row, range.column, slot.class_offset);
         }
         if (teacher_.present()) subtract_teacher(slot.tile, s, range);
         if (wants(Slot::grad_hidden)) {

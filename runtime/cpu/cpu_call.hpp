@@ -63,6 +63,7 @@ public:
         return id < whole_vocab_size(spec_) ? std::max<std::int64_t>(id, -1) : -1;
     }
     [[nodiscard]] float class_weight(std::int64_t column) const { return element(Slot::class_weight, column, 1.F); }
+    [[nodiscard]] float class_offset(std::int64_t column) const { return element(Slot::class_offset, column, 0.F); }
     /// Class weight of the token's target, whose label is `label`. A shard has it from merge.
     [[nodiscard]] float class_weight_of_target(std::int64_t token, std::int64_t label) const {
         return has(Slot::target_class_weight) ? pointer<const float>(Slot::target_class_weight)[token] : class_weight(label);

@@ -71,7 +71,8 @@ private:
             if (retained_.holds(vocab)) retain(slot.tile, vocab, first_token + range.row, range);
             RowSums* strip_sums = strip == first ? sums : slot.sums;
             context_.code.forward_tile(slot.tile, plan_.block_n, range.rows, range.columns, slot.bias, slot.class_weight,
-                                       context_.transform_parameters.data(), temperatures(first_token + range.row), strip_sums);
+                                       context_.transform_parameters.data(), temperatures(first_token + range.row), strip_sums,
+                                       slot.class_offset);
             if (top_.present()) {
                 const std::scoped_lock lock(top_lock);
                 for (std::int64_t i = 0; i < range.rows; ++i) {

@@ -17,6 +17,10 @@ void WorkerSlot::load_strip(const CpuContext& context, const CpuCall& call, std:
         const auto bytes = static_cast<std::int64_t>(element_bytes(spec.dtype));
         context.code.to_float(call.pointer(Slot::teacher_bias) + begin * bytes, teacher_bias, columns);
     }
+    if (spec.class_offset) {
+        std::copy_n(call.pointer<const float>(Slot::class_offset) + begin, columns, class_offset);
+        std::fill(class_offset + columns, class_offset + width, 0.F);
+    }
     if (spec.class_weight) {
         std::copy_n(call.pointer<const float>(Slot::class_weight) + begin, columns, class_weight);
         std::fill(class_weight + columns, class_weight + width, 0.F);

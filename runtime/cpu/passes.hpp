@@ -30,17 +30,19 @@ struct WorkerSlot {
           b_block(start + layout.b_block),
           bias(reinterpret_cast<float*>(start + layout.bias)),
           class_weight(reinterpret_cast<float*>(start + layout.class_weight)),
+          class_offset(reinterpret_cast<float*>(start + layout.class_offset)),
           sums(reinterpret_cast<RowSums*>(start + layout.sums)),
           teacher_tile(reinterpret_cast<float*>(start + layout.teacher_tile)),
           teacher_bias(reinterpret_cast<float*>(start + layout.teacher_bias)) {}
 
-    /// Bias and class weights of vocabulary [begin, begin + columns) as fp32, 0 up to block_n.
+    /// Bias, class weights and offsets of vocabulary [begin, begin + columns) as fp32, 0 up to block_n.
     void load_strip(const CpuContext& context, const CpuCall& call, std::int64_t begin, std::int64_t columns) const;
 
     float* tile;
     std::byte* b_block;
     float* bias;
     float* class_weight;
+    float* class_offset;
     RowSums* sums;
     float* teacher_tile;
     float* teacher_bias;

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <span>
 
 #include "runtime/cpu/row_results.hpp"
 #include "runtime/cpu/shard_sums.hpp"
@@ -13,7 +14,7 @@ namespace flce {
 namespace {
 
 constexpr std::int64_t kTokensPerTask = 16;
-constexpr std::int64_t kClassesPerTask = 256;
+constexpr std::int64_t kBinsPerTask = 128;
 
 /// Many sums side by side, so that the compiler may use vectors and every machine adds in one order.
 float dot(const float* a, const float* b, std::int64_t count) {
@@ -156,15 +157,15 @@ private:
         for_each_named(call_, i, [&](std::int64_t k, std::int64_t column) {
             rows_.load_weight(column, slots.raw, slots.other);
             const float x = dot(slots.row, slots.other, spec.hidden_size) + rows_.bias(column);
-            const float logit = transform_logit<float>(spec, x, context_.transform_parameters).logit / temperature;
+            const float capped = transform_logit<float>(spec, x, context_.transform_parameters).logit;
+            const float logit = (capped + call_.class_offset(column)) / temperature;
             teacher_.keep_logit(i, k, logit);
             if (column == call_.column_of(label)) sums.target_logit = logit;
-            if (logit > sums.max) sums.max = logit;
+            sums.max = std::max({sums.max, logit, std::numeric_limits<float>::lowest()});
             slots.logits[count++] = logit;
         });
-        const float reference = std::max(sums.max, std::numeric_limits<float>::lowest());
         for (std::int64_t at = 0; at < count; ++at) {
-            const float below = slots.logits[at] - reference;
+            const float below = slots.logits[at] - sums.max;
             const float e = std::exp(below);
             sums.exp_sum += e;
             sums.exp_z_sum += e * (below < farthest_below() ? farthest_below() : below);
@@ -205,19 +206,18 @@ public:
         if (!call_.has(Slot::grad_weight) && !call_.has(Slot::grad_bias)) return;
         if (spec_.grad_weight_mode == GradMode::write) clear_weight();
         sort_places();
-        const Blocks classes = fixed_blocks(call_.vocab_columns(), kClassesPerTask);
-        context_.workers->run(classes.count, layout_.slots, [&](std::int64_t task, std::int64_t worker) {
+        const Blocks bins = fixed_blocks(layout_.bins, kBinsPerTask);
+        context_.workers->run(bins.count, layout_.slots, [&](std::int64_t task, std::int64_t worker) {
             const Slots slots(layout_, workspace_, worker);
-            for (std::int64_t column = classes.begin(task); column < classes.begin(task) + classes.length(task); ++column) {
-                if (starts()[column] != starts()[column + 1]) write_class(slots, column);
-            }
+            for (std::int64_t bin = bins.begin(task); bin < bins.begin(task) + bins.length(task); ++bin) write_bin(slots, bin);
         });
     }
 
 private:
     [[nodiscard]] float* dlogits() const { return reinterpret_cast<float*>(workspace_ + layout_.dlogits); }
-    /// Places by class; a class's are from starts[column] to starts[column + 1].
-    [[nodiscard]] std::uint32_t* sorted() const { return reinterpret_cast<std::uint32_t*>(workspace_ + layout_.sorted); }
+    /// Places with their classes by bins; a bin's are from starts[bin] to starts[bin + 1].
+    [[nodiscard]] std::uint64_t* sorted() const { return reinterpret_cast<std::uint64_t*>(workspace_ + layout_.sorted); }
+    static std::int64_t class_of(std::uint64_t sorted) { return static_cast<std::int64_t>(sorted >> 32U); }
     [[nodiscard]] std::uint32_t* starts() const { return reinterpret_cast<std::uint32_t*>(workspace_ + layout_.starts); }
 
     /// dz of a token's places, and its grad_hidden.
@@ -232,7 +232,7 @@ private:
             const RowCoefficients of_row =
                 row_coefficients(upstream, lse, call_.element(Slot::entropy, i, 0.F), 1.F, teacher_.sum(i), options_);
             for_each_named(call_, i, [&](std::int64_t k, std::int64_t column) {
-                const float dz = dz_of(i, k, of_row, lse, teacher_weight(upstream, options_));
+                const float dz = dz_of(i, k, column, of_row, lse, teacher_weight(upstream, options_));
                 dlogits()[i * spec_.teacher_top_k + k] = dz;
                 if (!wants_hidden) return;
                 rows_.load_weight(column, slots.raw, slots.other);
@@ -245,11 +245,12 @@ private:
         store(slots.row, d, call_.pointer(Slot::grad_hidden) + i * d * bytes, d, 1, d);
     }
 
-    [[nodiscard]] float dz_of(std::int64_t i, std::int64_t k, const RowCoefficients& of_row, float lse, float weight) const {
+    [[nodiscard]] float dz_of(std::int64_t i, std::int64_t k, std::int64_t column, const RowCoefficients& of_row, float lse,
+                              float weight) const {
         const std::int64_t place = i * spec_.teacher_top_k + k;
         const float temperature = call_.temperature(i);
         const float logprob = call_.pointer<const float>(Slot::teacher_logprobs)[place];
-        const float slope = slope_of_class(logit_slope(spec_), logprob, lse, temperature);
+        const float slope = slope_of_class(logit_slope(spec_), logprob, lse, temperature, call_.class_offset(column));
         const float probability = call_.pointer<const float>(Slot::teacher_probs)[place];
         const float of_all = std::exp(logprob) * (of_row.a + of_row.b * std::max(logprob + lse, farthest_below()));
         return (of_all - weight * probability) * (slope / temperature);
@@ -266,15 +267,28 @@ private:
         clear(Slot::grad_bias, biases);
     }
 
-    /// Sorts places by class, each class's in the order of tokens.
+    /// Puts places into their bins.
     void sort_places() const {
-        const std::int64_t columns = call_.vocab_columns();
-        std::fill_n(starts(), columns + 2, 0U);
-        // Numbers of places lie two behind their class, so that a class's start is where its next place goes while places are put there.
-        for_all_places([&](std::int64_t, std::int64_t column) { ++starts()[column + 2]; });
-        for (std::int64_t column = 0; column < columns; ++column) starts()[column + 2] += starts()[column + 1];
-        for_all_places(
-            [&](std::int64_t place, std::int64_t column) { sorted()[starts()[column + 1]++] = static_cast<std::uint32_t>(place); });
+        std::fill_n(starts(), layout_.bins + 2, 0U);
+        // Numbers of places lie two behind their bin, so that a bin's start is where its next place goes while places are put there.
+        for_all_places([&](std::int64_t, std::int64_t column) { ++starts()[(column >> layout_.bin_bits) + 2]; });
+        for (std::int64_t bin = 0; bin < layout_.bins; ++bin) starts()[bin + 2] += starts()[bin + 1];
+        for_all_places([&](std::int64_t place, std::int64_t column) {
+            const auto of_class = static_cast<std::uint64_t>(column) << 32U;
+            sorted()[starts()[(column >> layout_.bin_bits) + 1]++] = of_class | static_cast<std::uint64_t>(place);
+        });
+    }
+    /// Writes the gradients of a bin's classes, whose terms are added up in the order of tokens.
+    void write_bin(const Slots& slots, std::int64_t bin) const {
+        std::uint64_t* const end = sorted() + starts()[bin + 1];
+        std::uint64_t* begin = sorted() + starts()[bin];
+        std::sort(begin, end);
+        while (begin != end) {
+            const std::int64_t column = class_of(*begin);
+            std::uint64_t* const next = std::find_if(begin, end, [&](std::uint64_t place) { return class_of(place) != column; });
+            write_class(slots, column, {begin, next});
+            begin = next;
+        }
     }
     template <class Visit>
     void for_all_places(const Visit& visit) const {
@@ -284,17 +298,18 @@ private:
         }
     }
 
-    void write_class(const Slots& slots, std::int64_t column) const {
+    void write_class(const Slots& slots, std::int64_t column, std::span<const std::uint64_t> places) const {
         const std::int64_t d = spec_.hidden_size;
         const auto bytes = static_cast<std::int64_t>(element_bytes(spec_.grad_weight_dtype));
         const bool wants_weight = call_.has(Slot::grad_weight);
         std::fill_n(slots.row, d, 0.F);
         float bias = 0;
-        for (std::uint32_t at = starts()[column]; at < starts()[column + 1]; ++at) {
-            const float dz = dlogits()[sorted()[at]];
+        for (const std::uint64_t of_class : places) {
+            const auto place = static_cast<std::int64_t>(of_class & 0xffffffffU);
+            const float dz = dlogits()[place];
             bias += dz;
             if (!wants_weight) continue;
-            rows_.load_hidden(sorted()[at] / spec_.teacher_top_k, slots.other);
+            rows_.load_hidden(place / spec_.teacher_top_k, slots.other);
             add_scaled(slots.row, dz, slots.other, d);
         }
         if (wants_weight) {

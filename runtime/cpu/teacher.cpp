@@ -52,7 +52,7 @@ void CpuTeacher::subtract(std::int64_t token, float weight, float* gradients, st
     for (std::int64_t k = 0; k < count_; ++k) {
         const std::int64_t column = call_.column_of(call_.teacher_id(token, k)) - first;
         if (column < 0 || column >= columns) continue;
-        const float slope = slope_of_class(slope_, logprobs_[at(token, k)], lse, temperature);
+        const float slope = slope_of_class(slope_, logprobs_[at(token, k)], lse, temperature, call_.class_offset(first + column));
         gradients[column] -= weight * probabilities_[at(token, k)] * (slope / temperature);
     }
 }

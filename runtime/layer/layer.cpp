@@ -319,6 +319,7 @@ RandomLayer make_random_layer(const Spec& spec, std::int64_t num_tokens, const R
         layer.class_weight = random_floats("class_weight", spec.vocab_size, 0.2, seed + 4);
         for (float& weight : layer.class_weight) weight = std::abs(1.0F + weight);
     }
+    if (spec.class_offset) layer.class_offset = random_floats("class_offset", spec.vocab_size, 1.0, seed + 16);
     layer.target = host_memory<std::int64_t>("target", {num_tokens});
     for (std::size_t i = 0; i < layer.target.size(); ++i) {
         const std::uint64_t bits = hash(hash(seed + 5) + i);
@@ -359,6 +360,8 @@ LayerInputs upload(const Spec& spec, const RandomLayer& layer, DeviceRef device)
     if (spec.bias) inputs.bias = make_tensor("bias", device, dtype, {spec.vocab_size}, layer.bias.data());
     if (spec.class_weight)
         inputs.class_weight = make_tensor("class_weight", device, ScalarType::fp32, {spec.vocab_size}, layer.class_weight.data());
+    if (spec.class_offset)
+        inputs.class_offset = make_tensor("class_offset", device, ScalarType::fp32, {spec.vocab_size}, layer.class_offset.data());
     inputs.target = make_tensor("target", device, ScalarType::int64, {n}, layer.target.data());
     if (has_teacher_head(spec)) {
         const Spec teacher = teacher_head(spec);

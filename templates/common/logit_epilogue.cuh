@@ -170,7 +170,7 @@ __device__ __forceinline__ void divide_rows(const Place& place, const Temperatur
     }
 }
 
-/// Replaces each sum of c, with its column's bias, by function(sum).
+/// Replaces each sum of c, with its column's bias, by function(sum), and adds its column's offset.
 template <class Problem, class Place, class Function, int kPieces, int kColumnPieces>
 __device__ __forceinline__ void replace_sums(const ForwardParams& p, const Place& place, int first_column, int end,
                                              const Function& function, float (&c)[kPieces][kColumnPieces][4]) {
@@ -179,10 +179,10 @@ __device__ __forceinline__ void replace_sums(const ForwardParams& p, const Place
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
             float bias = 0.f;
-            if constexpr (Problem::bias) {
-                const int column = min(first_column + place.column(j, e), end - 1);
-                bias = to_float(static_cast<const typename Problem::Element*>(p.bias)[column]);
-            }
+            float offset = 0.f;
+            const int column = min(first_column + place.column(j, e), end - 1);
+            if constexpr (Problem::bias) bias = to_float(static_cast<const typename Problem::Element*>(p.bias)[column]);
+            if constexpr (Problem::class_offset) offset = p.class_offset[column];
 #pragma unroll
             for (int i = 0; i < kPieces; ++i) {
 #pragma unroll
@@ -190,6 +190,7 @@ __device__ __forceinline__ void replace_sums(const ForwardParams& p, const Place
                     float& z = c[i][j][2 * h + e];
                     if constexpr (Problem::bias) z += bias;
                     z = function(z);
+                    if constexpr (Problem::class_offset) z += offset;
                 }
             }
         }
@@ -314,6 +315,7 @@ struct GradientRow {
     /// The gradient for hidden · weightᵀ + bias = x at `column` of the chunk.
     __device__ __forceinline__ float operator()(const DlogitsParams& p, float x, int column, bool is_target) const {
         Logit z = Problem::transform(x, p.transform);
+        if constexpr (Problem::class_offset) z.value += ptx::ld_global_f32(p.class_offset + min(column, p.columns - 1));
         z.value = tempering.divided(z.value);
         float dz = above_lse.exp(z.value) * (Problem::entropy ? a + b * fmaxf(z.value, farthest_below()) : a);
         if (is_target) dz -= t;

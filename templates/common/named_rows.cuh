@@ -192,6 +192,7 @@ __device__ __forceinline__ void named_logits(const TeacherLogitsParams& p, const
             float x = sums[j];
             if constexpr (Problem::bias) x += to_float(static_cast<const Element*>(p.bias)[named.ids[i + j]]);
             float logit = Problem::transform(x, p.transform).value;
+            if constexpr (Problem::class_offset) logit += p.class_offset[named.ids[i + j]];
             if constexpr (Problem::temperature) logit = Tempering(p.temperature[row]).divided(logit);
             put(i + j, logit);
         }

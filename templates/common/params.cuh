@@ -117,6 +117,7 @@ struct ForwardParams {
     const void* weight;
     const void* bias;
     const float* class_weight;
+    const float* class_offset;
     TargetParams targets;
     float* partials;       ///< [splits][fields][partial_rows]
     float* target_logits;  ///< [rows]
@@ -234,6 +235,7 @@ struct TeacherLogitsParams {
     const void* hidden;  ///< [rows, D]
     const void* weight;  ///< the caller's
     const void* bias;
+    const float* class_offset;
     TargetParams targets;
     TeacherParams teacher;
     unsigned long long* invalid_label;
@@ -257,6 +259,7 @@ struct TeacherRowsParams {
     long long ld;
     long long first_column;  ///< first column of the chunk in the vocabulary
     LogitSlope slope;        ///< at a temperature of 1
+    const float* class_offset;
     int rows;
     int columns;  ///< columns of the chunk
 };
@@ -347,8 +350,9 @@ struct RetainedBiasParams {
 struct DlogitsParams {
     const void* hidden;  ///< [rows, D]
     const void* weight;  ///< at the chunk's first row (vocab_major) or column
-    const void* bias;    ///< at the chunk's first column, and so is class_weight
+    const void* bias;    ///< at the chunk's first column, and so are class_weight and class_offset
     const float* class_weight;
+    const float* class_offset;
     const PassScalars* scalars;
     const void* coefficients;
     const void* row_targets;

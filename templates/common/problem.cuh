@@ -31,6 +31,7 @@ namespace flce {
 
 /// Defaults of a Problem.
 struct PlainProblem {
+    enum : bool { class_offset = false };                ///< a class's logits have a number of its own added behind the softcap
     enum : bool { temperature = false };                 ///< a row's logits are divided by a number of its own
     enum : bool { top1 = false };                        ///< RowSums::top1 is wanted
     enum : int { top_k = 0 };                            ///< classes of the largest logits that are wanted

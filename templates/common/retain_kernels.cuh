@@ -88,7 +88,7 @@ __device__ __forceinline__ bool write_named(const RetainedRowsParams& p, Retaine
         const float logprob = p.teacher.logprobs[first + k];
         const float dz = ::expf(logprob) * r.k.x - (is_target ? r.k.z : 0.f) - weight * probability;
         *exponential_at<Problem>(p, r.row, column) = Numeric<typename Problem::Element>::from_float(
-            dz / r.divisor / r.share * slope_in_row<Problem>(p, r.row, logprob, r.target.lse));
+            dz / r.divisor / r.share * slope_in_row<Problem>(p, r.row, logprob, r.target.lse, 0.f));
     });
     return __any_sync(0xffffffffu, has_target) != 0;
 }

@@ -126,7 +126,7 @@ __device__ __forceinline__ float common_factor(const RowCoefficientsParams& p) {
     return (p.grad_loss == nullptr ? p.absent_grad_loss : p.grad_loss[0]) * p.scalars->cross_entropy_scale;
 }
 
-/// What a teacher's probabilities add up to in a block's rows, for the whole block. A warp has kAtOnce rows at a time.
+/// Sums of a teacher's probabilities in a block's rows, for the whole block. A warp has kAtOnce rows at a time.
 template <class Problem>
 __device__ __forceinline__ void teacher_of_rows(const RowCoefficientsParams& p, int first, int count, TeacherSums* of_rows) {
     constexpr int kAtOnce = 4;

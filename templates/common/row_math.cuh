@@ -32,9 +32,10 @@ struct RowSums {
 /// Sums of no class. `max`: any number, the lowest or −inf.
 FLCE_HOST_DEVICE RowSums sums_of_nothing(float max, float target_logit) { return {max, 0.f, 0.f, 0.f, target_logit, 0.f, FLCE_NO_CLASS}; }
 
-/// Sums of the classes that a token names, where they alone are its softmax: a token that names none has an lse and an entropy of 0.
+/// Sums of the classes that a token names, where they alone are its softmax: a token that names none has an lse and an entropy of 0. Its
+/// `max` is −inf, and not below the lowest finite number where a class is named, whatever its logit.
 FLCE_HOST_DEVICE RowSums of_support(RowSums sums) {
-    if (sums.exp_sum != 0.f) return sums;
+    if (sums.max >= -3.402823466e38f) return sums;
     sums.max = 0.f;
     sums.exp_sum = 1.f;
     sums.exp_z_sum = 0.f;
@@ -133,12 +134,14 @@ struct LogitSlope {
 };
 
 /// Slope of the logit with this log-probability, before the logit is divided by the row's temperature. The slope is 0 where the logit
-/// reaches the softcap, or comes as close as the log-probability and lse, which are rounded to their own sizes, can be off.
-FLCE_HOST_DEVICE float slope_of_class(const LogitSlope& s, float logprob, float lse, float temperature) {
+/// reaches the softcap, or comes as close as the log-probability and lse, which are rounded to their own sizes, can be off. `offset`: what
+/// is added to the class's logit behind the softcap.
+FLCE_HOST_DEVICE float slope_of_class(const LogitSlope& s, float logprob, float lse, float temperature, float offset) {
     if (s.inverse_softcap == 0.f) return s.scale;  // also where the logit is infinite
     const float to_cap = temperature * s.inverse_softcap;
-    const float t = (logprob + lse) * to_cap;
-    const float lost = 0x1p-24f * ((2.f * fabsf(logprob) + fabsf(lse)) * to_cap + 8.f);
+    const float of_offset = offset * s.inverse_softcap;
+    const float t = (logprob + lse) * to_cap - of_offset;
+    const float lost = 0x1p-24f * ((2.f * fabsf(logprob) + fabsf(lse)) * to_cap + 2.f * fabsf(of_offset) + 8.f);
     return fabsf(t) + lost < 1.f ? (1.f - t * t) * s.scale : 0.f;
 }
 

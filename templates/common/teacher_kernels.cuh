@@ -87,10 +87,17 @@ __device__ __forceinline__ long long teacher_row(const RowList& list, int row) {
     return list.rows != nullptr ? list.rows[list.first + row].row : row;
 }
 
-/// A class's slope_of_class in a row of a backward launch.
+/// A class's slope_of_class in a row of a backward launch. `offset`: the class's, where the Problem has offsets.
 template <class Problem, class Params>
-__device__ __forceinline__ float slope_in_row(const Params& p, int row, float logprob, float lse) {
-    return slope_of_class(p.slope, logprob, lse, Problem::temperature ? p.row_temperatures[row] : 1.f);
+__device__ __forceinline__ float slope_in_row(const Params& p, int row, float logprob, float lse, float offset) {
+    return slope_of_class(p.slope, logprob, lse, Problem::temperature ? p.row_temperatures[row] : 1.f, offset);
+}
+
+/// A class's offset; 0 where the Problem has none.
+template <class Problem>
+__device__ __forceinline__ float offset_of(const float* offsets, long long id) {
+    if constexpr (Problem::class_offset) return offsets[id];
+    return 0.f;
 }
 
 /// Columns of a launch, from class `first` on.
@@ -225,7 +232,8 @@ __device__ __forceinline__ void teacher_dlogits(const TeacherRowsParams& p) {
         float dz = ::expf(logprob) * (Problem::entropy ? c.x + c.y * fmaxf(logprob + target.lse, farthest_below()) : c.x);
         if (target.target - p.first_column == column) dz -= c.z;
         if constexpr (Problem::label_smoothing) dz -= c.w;
-        dz = (dz - p.row_weights[row] * probability) * slope_in_row<Problem>(p, row, logprob, target.lse) * scale;
+        const float offset = offset_of<Problem>(p.class_offset, p.first_column + column);
+        dz = (dz - p.row_weights[row] * probability) * slope_in_row<Problem>(p, row, logprob, target.lse, offset) * scale;
         if constexpr (kSame<Element, Fp16>) dz = ptx::clamp_nan(dz, 65504.f);
         dlogits[column] = Numeric<Element>::from_float(dz);
     });
@@ -284,7 +292,8 @@ __device__ __forceinline__ void teacher_bias(const TeacherRowsParams& p) {
                 const RowTarget target = static_cast<const RowTarget*>(p.row_targets)[row];
                 const long long at = teacher_row(p.list, row) * p.teacher.top_k + entry % p.teacher.top_k;
                 if (target.target >= 0) {
-                    const float slope = slope_in_row<Problem>(p, row, p.teacher.logprobs[at], target.lse);
+                    const float offset = offset_of<Problem>(p.class_offset, p.first_column + column0 + columns[i]);
+                    const float slope = slope_in_row<Problem>(p, row, p.teacher.logprobs[at], target.lse, offset);
                     taken = p.row_weights[row] * p.teacher.probs[at] * slope * scale;
                 }
             }

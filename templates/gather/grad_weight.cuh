@@ -10,7 +10,7 @@ namespace flce {
 /// Groups of a block's threads, each of which has a piece and eight columns a thread.
 template <class Problem>
 struct PieceGroups : HiddenGroups<Problem> {
-    enum : int { kPlaces = 64 };                       ///< places that a group looks up at a time
+    enum : int { kPlaces = HiddenGroups<Problem>::kCount > 32 ? 2048 / HiddenGroups<Problem>::kCount : 64 };  ///< looked up at a time
     enum : int { kPitch = Problem::hidden_size + 8 };  ///< numbers of a piece's sum; behind the columns is the bias's
 
     ClassPlace places[HiddenGroups<Problem>::kCount][kPlaces];

@@ -34,6 +34,7 @@ struct GatherHiddenParams {
     float* dlogits;                 ///< [rows, K]; null: not wanted
     TeacherParams teacher;
     LogitSlope slope;  ///< at a temperature of 1
+    const float* class_offset;
 };
 
 /// A place and its class.

@@ -13,8 +13,9 @@ __device__ __forceinline__ RowSums sums_of_logits(const float* logits, int count
     __shared__ float scratch[kRowThreads / 32];
     float largest = -infinity();
     for (int i = static_cast<int>(threadIdx.x); i < count; i += kRowThreads) largest = fmaxf(largest, logits[i]);
-    RowSums sums = sums_of_nothing(block_reduce<kRowThreads>(largest, scratch, MaxOp{}), -infinity());
-    const float reference = sums.max > -infinity() ? sums.max : lowest_logit();
+    largest = block_reduce<kRowThreads>(largest, scratch, MaxOp{});
+    const float reference = fmaxf(largest, lowest_logit());
+    RowSums sums = sums_of_nothing(count > 0 ? reference : -infinity(), -infinity());
     for (int i = static_cast<int>(threadIdx.x); i < count; i += kRowThreads) {
         const float below = logits[i] - reference;
         const float e = ::expf(below);
@@ -49,11 +50,12 @@ __device__ __forceinline__ void gather_forward(const GatherForwardParams& p) {
 
 /// dz of a place: a row's coefficients, and what its own probability takes off.
 template <class Problem>
-__device__ __forceinline__ float dz_of_place(const GatherHiddenParams& p, int row, long long place, const RowTarget& target) {
+__device__ __forceinline__ float dz_of_place(const GatherHiddenParams& p, int row, long long place, int id, const RowTarget& target) {
     const float4 c = static_cast<const float4*>(p.coefficients)[row];
     const float logprob = p.teacher.logprobs[place];
     const float dz = ::expf(logprob) * (Problem::entropy ? c.x + c.y * fmaxf(logprob + target.lse, farthest_below()) : c.x);
-    return (dz - p.row_weights[row] * p.teacher.probs[place]) * slope_in_row<Problem>(p, row, logprob, target.lse);
+    return (dz - p.row_weights[row] * p.teacher.probs[place]) *
+           slope_in_row<Problem>(p, row, logprob, target.lse, offset_of<Problem>(p.class_offset, id));
 }
 
 /// Groups of a block's threads, each of which adds up eight columns a thread of some of a row's ids.
@@ -99,7 +101,7 @@ __device__ __forceinline__ void gather_hidden(const GatherHiddenParams& p) {
     });
     for (int i = static_cast<int>(threadIdx.x); i < named.count; i += kRowThreads) {
         const long long place = first + named.places[i];
-        dz[i] = dz_of_place<Problem>(p, row, place, target);
+        dz[i] = dz_of_place<Problem>(p, row, place, named.ids[i], target);
         if (p.dlogits != nullptr) p.dlogits[place] = dz[i];
     }
     if (p.grad_hidden == nullptr) return;

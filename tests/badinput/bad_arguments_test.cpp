@@ -39,6 +39,7 @@ const BadCall kBadCalls[] = {
     {"no_target", kForward, [](Call& c) { c.forward.target = {}; }, "target"},
     {"no_lse", kForward, [](Call& c) { c.forward.lse = {}; }, "lse"},
     {"no_bias", kForward, [](Call& c) { c.forward.bias = {}; }, "bias"},
+    {"no_class_offset", kForward, [](Call& c) { c.forward.class_offset = {}; }, "class_offset"},
     {"no_class_weight", kForward, [](Call& c) { c.forward.class_weight = {}; }, "class_weight"},
     {"backward_no_lse", kBackward, [](Call& c) { c.backward.lse = {}; }, "lse"},
     {"backward_no_weight", kBackward, [](Call& c) { c.backward.weight = {}; }, "weight"},

@@ -52,6 +52,7 @@ constexpr BadText kBadTexts[] = {
     {"teacher_softcap_below_0", "D=64,V=100,teacher_hidden_size=64,teacher_softcap=-1", "teacher_softcap", "-1"},
     {"teacher_logit_scale_0", "D=64,V=100,teacher_hidden_size=64,teacher_logit_scale=0", "teacher_logit_scale", "0"},
     {"divergence_with_smoothing", "D=64,V=100,teacher_hidden_size=64,label_smoothing=0.1", "label_smoothing", "no target"},
+    {"divergence_with_class_offset", "D=64,V=100,teacher_hidden_size=64,class_offset", "class_offset", "biases"},
     {"divergence_with_logprobs", "D=64,V=100,teacher_hidden_size=64,outputs=loss+logprobs", "outputs", "teacher_hidden_size"},
     {"top_k_below_0", "D=64,V=100,top_k=-1", "top_k", "0 (none) to 256"},
     {"top_k_over_256", "D=64,V=1000,top_k=257", "top_k", "0 (none) to 256"},

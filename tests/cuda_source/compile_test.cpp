@@ -53,13 +53,15 @@ constexpr Variant kSupportEverything = {
     "D=200,V=1001,whole_vocab_size=3000,padded_vocab_size=1008,dtype=fp16,layout=hidden_major,weight_dtype=fp32,grad_hidden_dtype=fp32,"
     "grad_weight_mode=accumulate,bias,temperature,token_weight,softcap=30,logit_scale=0.5,teacher_top_k=5,support,outputs=loss+lse+"
     "entropy"};
+constexpr Variant kSupportShallow = {"Fp32SupportShallow", "D=8,V=1001,dtype=fp32,teacher_top_k=4,support,outputs=loss+lse"};
 constexpr Variant kFp32Weight = {"Bf16Fp32Weight", "D=2048,V=151936,weight_dtype=fp32"};
 
 class CudaSourceCompile : public testing::TestWithParam<std::tuple<const char*, Variant>> {};
 
 constexpr const char* kArchitectures[] = {"sm_80", "sm_90a", "sm_100a", "sm_120"};
-constexpr Variant kVariants[] = {kPlain,   kEverything,        kFp16HiddenMajor, kFp32Everything,  kFp32Weight, kTokens,
-                                 kTeacher, kTeacherEverything, kShard,           kShardEverything, kSupport,    kSupportEverything};
+constexpr Variant kVariants[] = {kPlain,   kEverything,        kFp16HiddenMajor,   kFp32Everything, kFp32Weight,
+                                 kTokens,  kTeacher,           kTeacherEverything, kShard,          kShardEverything,
+                                 kSupport, kSupportEverything, kSupportShallow};
 
 // Every path with every option, and each architecture, are quick. Architectures without a path of their own have the kernels of sm_80.
 Level level_of(std::string_view arch, std::string_view variant) {

@@ -338,7 +338,7 @@ TEST(TokenOptionsSource, Teacher_ChangesNoKernelOverTiles) {
 /// of `top`.
 float slope_beside(const LogitSlope& slope, float logit, float top, float classes, float temperature) {
     const float log_sum = std::log(classes);
-    return slope_of_class(slope, (logit - top) - log_sum, top + log_sum, temperature);
+    return slope_of_class(slope, (logit - top) - log_sum, top + log_sum, temperature, 0);
 }
 
 TEST(TeacherSlope, AtTheCap_IsExactlyZero) {
@@ -361,7 +361,19 @@ TEST(TeacherSlope, BelowTheCap_IsThatOfTheLogit) {
         EXPECT_NEAR(got, 0.75 * (1 - double(t) * double(t)), 16 * 0x1p-24);
         EXPECT_GT(got, 0);
     }
-    EXPECT_EQ(slope_of_class(logit_slope(parse_spec("D=64,V=1000")), -INFINITY, 3, 1), 1) << "a class that does not take part";
+    EXPECT_EQ(slope_of_class(logit_slope(parse_spec("D=64,V=1000")), -INFINITY, 3, 1, 0), 1) << "a class that does not take part";
+}
+
+TEST(TeacherSlope, BehindAnOffset_IsThatOfTheCappedLogit) {
+    const LogitSlope slope = logit_slope(parse_spec("D=64,V=1000,softcap=30,logit_scale=0.75"));
+    for (const float offset : {-200.0F, -11.3F, 0.0F, 4.0F}) {
+        for (const float temperature : {0.5F, 1.0F, 1.7F}) {
+            const double t = 0.4;
+            const float logit = (30 * float(t) + offset) / temperature;
+            EXPECT_NEAR(slope_of_class(slope, logit - 70, 70, temperature, offset), 0.75 * (1 - t * t), 64 * 0x1p-24);
+        }
+    }
+    EXPECT_EQ(slope_of_class(slope, -INFINITY, 3, 1, -INFINITY), 0) << "a class that is ruled out";
 }
 
 std::string shape_name(const testing::TestParamInfo<Shape>& info) {

@@ -209,5 +209,10 @@ TEST(Legality, IllegalSpec_IsASpecErrorNotAReason) {
     EXPECT_THROW((void)illegal_reason(spec, describe_device("h100"), legal_cuda_plan()), SpecError);
 }
 
+TEST(Legality, SupportOfTheLargestVocabulary_RunsOnACpuInTheDefaultScratch) {
+    const Spec spec = parse_spec("D=64,V=1073741824,teacher_top_k=8,support,outputs=loss");
+    EXPECT_NO_THROW((void)choose_plan(spec, describe_device("x86-64-v3")));
+}
+
 }  // namespace
 }  // namespace flce

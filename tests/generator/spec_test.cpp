@@ -48,6 +48,7 @@ Spec random_spec(std::mt19937_64& random) {
     s.grad_weight_mode = coin() ? GradMode::write : GradMode::accumulate;
     s.bias = coin();
     s.class_weight = coin();
+    s.class_offset = coin();
     s.temperature = coin();
     s.batch_invariant = coin();
     if (coin()) s.logit_scale = real(-1.0, 1.0) * std::exp(real(-20, 20));
@@ -61,7 +62,7 @@ Spec random_spec(std::mt19937_64& random) {
         s.teacher_top_k = static_cast<int>(number(1, 1024));
         s.hard_weight = real(0, 1);
     }
-    if (s.teacher_top_k == 0 && !s.class_weight && !s.batch_invariant && !s.weight_dtype && coin()) {
+    if (s.teacher_top_k == 0 && !s.class_weight && !s.class_offset && !s.batch_invariant && !s.weight_dtype && coin()) {
         s.label_smoothing = s.z_loss = 0;
         s.outputs = {.loss = true, .lse = coin(), .entropy = coin()};
         s.teacher_hidden_size = 8 * number(1, 4096);
@@ -82,16 +83,18 @@ TEST(SpecText, Canonical_PrintsWhatDiffersFromItsDefault) {
     EXPECT_EQ(parse_spec("D=64,V=50,whole_vocab_size=100").text(), "D=64,V=50,whole_vocab_size=100,dtype=bf16");
     EXPECT_EQ(small().normalized().json(), R"({"D":64,"V":50,"dtype":"bf16"})");
     const Spec all = parse_spec(
-        "outputs=entropy+loss,z_loss=0.0001,label_smoothing=0.1,softcap=30,logit_scale=0.0625,class_weight,bias=true,grad_weight_mode="
+        "outputs=entropy+loss,z_loss=0.0001,label_smoothing=0.1,softcap=30,logit_scale=0.0625,class_offset=1,class_weight,bias=true,grad_"
+        "weight_mode="
         "accumulate,"
         "grad_weight_dtype=fp32,layout=hidden_major,dtype=fp16,padded_vocab_size=64,V=50,D=64");
     EXPECT_EQ(all.text(),
               "D=64,V=50,padded_vocab_size=64,dtype=fp16,layout=hidden_major,grad_weight_dtype=fp32,grad_weight_mode=accumulate,bias,class_"
-              "weight,"
+              "weight,class_offset,"
               "logit_scale=0.0625,softcap=30,label_smoothing=0.1,z_loss=1e-04,outputs=loss+entropy");
-    EXPECT_EQ(all.json(), R"({"D":64,"V":50,"padded_vocab_size":64,"dtype":"fp16","layout":"hidden_major","grad_weight_dtype":"fp32",)"
-                          R"("grad_weight_mode":"accumulate","bias":true,"class_weight":true,"logit_scale":0.0625,"softcap":30.0,)"
-                          R"("label_smoothing":0.1,"z_loss":0.0001,"outputs":["loss","entropy"]})");
+    EXPECT_EQ(all.json(),
+              R"({"D":64,"V":50,"padded_vocab_size":64,"dtype":"fp16","layout":"hidden_major","grad_weight_dtype":"fp32",)"
+              R"("grad_weight_mode":"accumulate","bias":true,"class_weight":true,"class_offset":true,"logit_scale":0.0625,"softcap":30.0,)"
+              R"("label_smoothing":0.1,"z_loss":0.0001,"outputs":["loss","entropy"]})");
 }
 
 TEST(Spec, Literals_HaveTheDefaultsOfTheirText) {
@@ -331,7 +334,7 @@ TEST(SpecHash, EveryField_ChangesIt) {
     specs[16].teacher_top_k = 4;
     specs[17].teacher_top_k = 4;
     specs[17].hard_weight = 0.5;
-    for (bool Spec::* flag : {&Spec::temperature, &Spec::token_weight, &Spec::batch_invariant, &Spec::dft}) {
+    for (bool Spec::* flag : {&Spec::class_offset, &Spec::temperature, &Spec::token_weight, &Spec::batch_invariant, &Spec::dft}) {
         specs.push_back(base);
         specs.back().*flag = true;
     }

@@ -140,6 +140,28 @@ TEST_P(NonFinite, EveryClassMasked_NoLossAndNoGradients) {
     EXPECT_TRUE(run_and_judge(k, p));  // NaN, and lse −∞
 }
 
+// A softmax over a token's own classes, all of them masked: as over a vocabulary that is. Other tokens know nothing of it.
+TEST_P(NonFinite, EveryClassOfASupportMasked_NoLossAndNoGradients) {
+    const auto k = kernel([](Spec& s) {
+        s.class_offset = s.support = true;
+        s.teacher_top_k = 3;
+        s.outputs = {.loss = true, .lse = true, .entropy = true};
+    });
+    Problem p = make_problem(k->spec(), {.num_tokens = 33, .ignored = Ignored::none, .reduction = Reduction::none});
+    for (std::int64_t& id : p.teacher_ids) id = id >= 0 ? id % 700 : id;
+    std::fill(p.class_offset.begin(), p.class_offset.end(), 0.5F);
+    for (std::size_t at = 15; at < 18; ++at) {
+        p.teacher_ids[at] = 900 + static_cast<std::int64_t>(at);
+        p.class_offset[900 + at] = -kInfinity;
+    }
+    for (std::size_t at = 18; at < 21; ++at) p.teacher_ids[at] = -1;
+    EXPECT_TRUE(run_and_judge(k, p));
+    KernelRun run(k, p);
+    run.forward();
+    EXPECT_EQ(run.token_floats("lse")[5], -kInfinity);
+    EXPECT_EQ(run.token_floats("lse")[6], 0);
+}
+
 // Only that token's outputs are NaN, and sums over tokens.
 TEST_P(NonFinite, OneTokensHidden_SpoilsThatToken) {
     for (void (*options)(Spec&) : {+[](Spec&) {}, +[](Spec& s) { with_outputs(s); }}) {

@@ -58,8 +58,9 @@ template <class Args>
 class CallTable : public testing::Test {
 protected:
     RecordingKernel kernel_{
-        parse_spec("D=16,V=50,padded_vocab_size=64,dtype=bf16,grad_weight_dtype=fp32,bias,class_weight,temperature,token_weight,"
-                   "outputs=loss+lse+logprobs+entropy+top1+log_sum_sq_probs"),
+        parse_spec(
+            "D=16,V=50,padded_vocab_size=64,dtype=bf16,grad_weight_dtype=fp32,bias,class_weight,class_offset,temperature,token_weight,"
+            "outputs=loss+lse+logprobs+entropy+top1+log_sum_sq_probs"),
         describe_device("x86-64-v3")};
     /// A teacher is not together with class weights.
     RecordingKernel teacher_{parse_spec("D=16,V=50,dtype=bf16,teacher_top_k=3,outputs=loss"), describe_device("x86-64-v3")};

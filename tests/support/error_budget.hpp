@@ -125,6 +125,7 @@ struct TokenSizes {
 /// One logit's sizes.
 struct LogitSizes {
     double z = 0;
+    double offset = 0;  ///< |the class's offset|, which z has in it
     double p = 0;
     double gain = 0;            ///< |∂z / ∂(h·w + b)|
     double product = 0;         ///< ‖h‖·‖w‖ + |b|
@@ -138,12 +139,12 @@ struct LogitSizes {
 
 /// Error of a logit: its product summed in fp32, then bias, scale and softcap.
 [[nodiscard]] inline double logit_error(const Spec& spec, const LogitSizes& e, const ErrorModel& model) {
-    const double roundings =
-        (spec.softcap > 0 ? 4 : 0) + (spec.logit_scale != 1 ? 1 : 0) + (spec.bias ? 1 : 0) + (spec.temperature ? 1 : 0) + 1;
+    const double roundings = (spec.softcap > 0 ? 4 : 0) + (spec.logit_scale != 1 ? 1 : 0) + (spec.bias ? 1 : 0) +
+                             (spec.temperature ? 1 : 0) + (spec.class_offset ? 1 : 0) + 1;
     return ErrorSum(model)
         .add(model.products(spec.hidden_size) * e.gain * e.product)
         .add(model.truncated(spec.hidden_size) * e.gain * e.product)
-        .add(roundings * model.rounding(kU32) * std::fabs(e.z))
+        .add(roundings * model.rounding(kU32) * (std::fabs(e.z) + e.offset))
         .value();
 }
 
@@ -161,6 +162,7 @@ struct LogitSizes {
 
 /// Error of the gradient with respect to h·w + b, as stored for the backward products.
 [[nodiscard]] inline double gradient_error(const Spec& spec, const TokenSizes& t, const LogitSizes& e, const ErrorModel& model) {
+    if (spec.support && e.times_named == 0) return 0;  // exactly, whatever the token's sizes
     const double u = model.rounding(kU32);
     const double dz = logit_error(spec, e, model);
     const double lse = t.lse_error_of(model);
@@ -178,7 +180,7 @@ struct LogitSizes {
         sum.add(e.p * t.slope * model.sum(spec.teacher_top_k) * e.gain);  // the probabilities' sum
         if (spec.softcap > 0 && e.times_named > 0) {
             // The slope of a softcap is taken from log p + lse, which are rounded to their own sizes; it is 0 as near to the cap as that.
-            const double sizes = (2 * std::fabs(e.z) + 3 * std::fabs(t.lse)) * t.temperature / spec.softcap;
+            const double sizes = ((2 * std::fabs(e.z) + 3 * std::fabs(t.lse)) * t.temperature + 3 * e.offset) / spec.softcap;
             const double slope = (model.expected ? 2 * (3 + sizes) : 4 * (7 + sizes)) * kU32;
             sum.add((e.named + e.logit_gradient) * std::fabs(spec.logit_scale) / t.temperature * slope);
         }

@@ -130,6 +130,7 @@ void KernelRun::add_inputs() {
     input("weight", encode(laid_out(held_, weight, kPadding), weight_dtype(spec)), 16);
     if (spec.bias) input("bias", encode(with_padding(problem_.bias, problem_, kPadding), spec.dtype), element);
     if (spec.class_weight) input("class_weight", flce::test::bytes_of(with_padding(problem_.class_weight, problem_, NAN)), 4);
+    if (spec.class_offset) input("class_offset", flce::test::bytes_of(with_padding(problem_.class_offset, problem_, NAN)), 4);
     if (spec.temperature) input("temperature", flce::test::bytes_of(problem_.temperature), 4);
     if (spec.token_weight) input("token_weight", flce::test::bytes_of(problem_.token_weight), 4);
     const auto label_size = static_cast<std::size_t>(problem_.options.target_bits / 8);

@@ -26,6 +26,7 @@ struct OptionSet {
 inline void apply_everything(Spec& s) {
     s.bias = true;
     s.class_weight = true;
+    s.class_offset = true;
     s.logit_scale = 0.75;
     s.softcap = 20.0;
     s.label_smoothing = 0.1;
@@ -70,6 +71,14 @@ inline void apply_padding(Spec& s) { s.padded_vocab_size = (s.vocab_size + 64) /
         {"lse", [](Spec& s) { s.outputs = {true, true, false, false}; }},
         {"logprobs", [](Spec& s) { s.outputs = {false, false, true, false}; }},
         {"entropy", [](Spec& s) { s.outputs = {true, false, false, true}; }},
+        {"class_offset", [](Spec& s) { s.class_offset = true; }},
+        {"class_offset_softcap",
+         [](Spec& s) {
+             s.class_offset = true;
+             s.softcap = 5.0;
+             s.teacher_top_k = 4;
+             s.outputs.entropy = s.outputs.lse = true;
+         }},
         {"temperature", [](Spec& s) { s.temperature = true; }},
         {"token_weight", [](Spec& s) { s.token_weight = true; }},
         {"dft", [](Spec& s) { s.dft = s.outputs.logprobs = true; }},

@@ -55,7 +55,8 @@ public:
         const Spec& spec = layer_.spec;
         const double eps = spec.label_smoothing;
         const double times = layer_.times(token.index, j);
-        const double p = times > 0 ? times * std::exp(z - token.lse) : 0;
+        if (times == 0) return 0;
+        const double p = times * std::exp(z - token.lse);
         const double hit = j == token.label ? 1 : 0;
         const double g = loss_factor(layer_, token) *
                          upstream(layer_.grad_loss, layer_.reduction == Reduction::none ? token.index : 0, spec.outputs.loss ? 1 : 0);
@@ -95,13 +96,15 @@ void token_outputs(const Layer<T>& layer, Token& token, const double* z, std::in
     const std::int64_t v = layer.spec.vocab_size;
     std::vector<double> times(static_cast<std::size_t>(v));
     double top = -std::numeric_limits<double>::infinity();
+    bool names_any = false;
     for (std::int64_t j = 0; j < v; ++j) {
         times[j] = layer.times(token.index, j);
-        if (times[j] > 0) top = std::max(top, z[j]);
+        if (times[j] > 0) top = std::isnan(z[j]) ? z[j] : std::max(top, z[j]);
+        names_any = names_any || times[j] > 0;
     }
     double exp_sum = 0;
     for (std::int64_t j = 0; j < v; ++j) exp_sum += times[j] > 0 ? times[j] * std::exp(z[j] - top) : 0;
-    if (layer.spec.support && exp_sum == 0) top = 0, exp_sum = 1;  // nothing is named: lse and entropy are 0
+    if (!names_any) top = 0, exp_sum = 1;  // nothing is named: lse and entropy are 0
     const double log_sum = std::log(exp_sum);
     const auto log_p = [&](std::int64_t j) { return (z[j] - top) - log_sum; };
     // No class takes part: Σ exp is 0. A loss is NaN then.
@@ -163,7 +166,7 @@ void token_block(const Layer<T>& layer, const Selection& selection, const LogitG
         }
         for (std::int64_t j = 0; j < v; ++j) {
             if (layer.bias != nullptr) row[j] += double(layer.bias[j]);
-            z[j] = logit_of(layer.spec, row[j], layer.temperature_of(token.index));
+            z[j] = logit_of(layer.spec, row[j], layer.class_offset_of(j), layer.temperature_of(token.index));
         }
         token_outputs(layer, token, z.data(), first + i, result);
         for (std::int64_t j = 0; j < v; ++j) {
@@ -190,7 +193,8 @@ void vocab_block(const Layer<T>& layer, const Selection& selection, const LogitG
             if (!layer.valid(i)) continue;
             const double u = x[i * count + s] + (layer.bias != nullptr ? double(layer.bias[j]) : 0);
             const double t = layer.temperature_of(i);
-            dx[s * n + i] = gradient(tokens[i], j, logit_of(layer.spec, u, t)) * logit_derivative(layer.spec, u, t);
+            const double z = logit_of(layer.spec, u, layer.class_offset_of(j), t);
+            dx[s * n + i] = gradient(tokens[i], j, z) * logit_derivative(layer.spec, u, t);
             if (layer.bias != nullptr) result.grad_bias[first + s] += dx[s * n + i];
         }
     }
@@ -213,10 +217,10 @@ std::vector<Token> every_token(const Layer<T>& layer, const Selection& selection
 
 }  // namespace
 
-// logits = softcap(logit_scale · (h·w + b)) / temperature
-double logit_of(const Spec& spec, double x, double temperature) {
+// logits = (softcap(logit_scale · (h·w + b)) + offset) / temperature
+double logit_of(const Spec& spec, double x, double offset, double temperature) {
     const double scaled = spec.logit_scale * x;
-    return (spec.softcap > 0 ? spec.softcap * std::tanh(scaled / spec.softcap) : scaled) / temperature;
+    return ((spec.softcap > 0 ? spec.softcap * std::tanh(scaled / spec.softcap) : scaled) + offset) / temperature;
 }
 
 template <class T>

@@ -33,8 +33,8 @@ struct KnownTokens {
     const float* logprobs = nullptr;  ///< [N]; needed with spec.dft only
 };
 
-/// The logit of hidden · weightᵀ + bias = x. Tokens' temperatures are in it.
-[[nodiscard]] double logit_of(const Spec& spec, double x, double temperature);
+/// The logit of hidden · weightᵀ + bias = x. The class's offset and the token's temperature are in it.
+[[nodiscard]] double logit_of(const Spec& spec, double x, double offset, double temperature);
 
 /// Divisors of a mean: of cross entropies and of z-losses. 1 for the other reductions.
 struct Divisors {

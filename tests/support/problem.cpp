@@ -160,6 +160,22 @@ void make_upstream(Problem& p) {
     if (p.spec.outputs.entropy && o.entropy_upstream) p.grad_entropy = scaled(3);
 }
 
+// Offsets of about 1. Some classes that no token asks for are ruled out, where a loss of them all would not be infinite.
+void make_offsets(Problem& p) {
+    const Stream random{p.options.seed * 16 + 12};
+    p.class_offset = filled(p.spec.vocab_size, [&](std::int64_t i) { return random.normal(i); });
+    if (p.spec.label_smoothing > 0) return;
+    std::vector<bool> asked(static_cast<std::size_t>(p.spec.vocab_size));
+    for (const auto* ids : {&p.target, &p.teacher_ids}) {
+        for (const std::int64_t id : *ids) {
+            if (id >= 0 && id < p.spec.vocab_size) asked[static_cast<std::size_t>(id)] = true;
+        }
+    }
+    for (std::int64_t i = 3; i < p.spec.vocab_size; i += 7) {
+        if (!asked[static_cast<std::size_t>(i)]) p.class_offset[static_cast<std::size_t>(i)] = -std::numeric_limits<float>::infinity();
+    }
+}
+
 }  // namespace
 
 std::string to_string(const ProblemOptions& o) {
@@ -194,6 +210,7 @@ Problem make_problem(const Spec& spec, const ProblemOptions& options) {
     if (p.spec.temperature) p.temperature = make_temperatures(options);
     if (p.spec.token_weight) p.token_weight = make_token_weights(options);
     if (p.spec.teacher_top_k > 0) make_teacher(p);
+    if (p.spec.class_offset) make_offsets(p);
     make_upstream(p);
     if (p.spec.grad_weight_mode == GradMode::accumulate) {
         const DType dtype = p.spec.grad_weight_dtype;
@@ -236,6 +253,7 @@ Layer<float> layer_of(const Problem& p) {
     layer.weight = p.weight.data();
     layer.bias = pointer(p.bias);
     layer.class_weight = pointer(p.class_weight);
+    layer.class_offset = pointer(p.class_offset);
     layer.target = p.target.data();
     layer.temperature = pointer(p.temperature);
     layer.token_weight = pointer(p.token_weight);

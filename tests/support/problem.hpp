@@ -54,6 +54,7 @@ struct Problem {
     std::vector<float> unrounded_weight;  ///< weight in memory where the Spec's weight_dtype is fp32 under a 16-bit dtype; else empty
     std::vector<float> bias;              ///< empty without spec.bias
     std::vector<float> class_weight;      ///< empty without spec.class_weight
+    std::vector<float> class_offset;      ///< empty without spec.class_offset
     std::vector<float> temperature;       ///< [N]; empty without spec.temperature
     std::vector<float> token_weight;      ///< [N]; empty without spec.token_weight
     std::vector<std::int64_t> target;
@@ -89,6 +90,7 @@ struct Layer {
     const T* weight = nullptr;  ///< [V, D]
     const T* bias = nullptr;
     const float* class_weight = nullptr;
+    const float* class_offset = nullptr;
     const std::int64_t* target = nullptr;
     const float* temperature = nullptr;
     const float* token_weight = nullptr;
@@ -127,6 +129,7 @@ struct Layer {
         for_each_named(token, [&](std::int64_t id, std::int64_t, double) { times += id == vocab ? 1 : 0; });
         return times;
     }
+    [[nodiscard]] double class_offset_of(std::int64_t vocab) const { return class_offset != nullptr ? double(class_offset[vocab]) : 0.0; }
     [[nodiscard]] double class_weight_of(std::int64_t vocab) const { return class_weight != nullptr ? double(class_weight[vocab]) : 1.0; }
 };
 

@@ -32,7 +32,8 @@ float Evaluation::logit_gradient(std::int64_t i, const ReferenceToken& token, co
     const auto omega = static_cast<float>(spec_.z_loss);
     const float log_p = (z - token.top) - token.log_sum;
     const auto times = static_cast<float>(layer_.times(i, j));
-    const float p = times > 0 ? times * std::exp(log_p) : 0.0F;
+    if (times == 0) return 0;
+    const float p = times * std::exp(log_p);
     const float hit = j == token.label ? 1.0F : 0.0F;
     const auto share = static_cast<float>(layer_.hard_weight());
     const float hard = g.cross_entropy * share * (1.0F - eps) * class_weight(token.label);
@@ -74,13 +75,15 @@ void Evaluation::token_outputs(std::int64_t at, ReferenceToken& token, const flo
     const std::int64_t v = spec_.vocab_size;
     std::vector<float> times(static_cast<std::size_t>(v));
     token.top = std::numeric_limits<float>::lowest();
+    bool names_any = false;
     for (std::int64_t j = 0; j < v; ++j) {
         times[j] = static_cast<float>(layer_.times(selection_.tokens[at], j));
         if (times[j] > 0) token.top = std::max(token.top, z[j]);
+        names_any = names_any || times[j] > 0;
     }
     Sum exp_sum;
     for (std::int64_t j = 0; j < v; ++j) exp_sum.add(times[j] > 0 ? times[j] * std::exp(z[j] - token.top) : 0.0F);
-    if (spec_.support && exp_sum.total() == 0) {  // nothing is named
+    if (!names_any) {  // nothing is named
         token.top = 0;
         exp_sum.add(1);
     }

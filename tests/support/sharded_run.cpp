@@ -82,6 +82,7 @@ Problem shard_problem(const Problem& whole, const Spec& spec, const Shard& shard
     of_shard(part.unrounded_weight, d);
     of_shard(part.bias, 1);
     of_shard(part.class_weight, 1);
+    of_shard(part.class_offset, 1);
     of_shard(part.old_grad_weight, d);
     of_shard(part.old_grad_bias, 1);
     return part;

@@ -55,6 +55,7 @@ Statement teacher_launch(const BackwardPass& pass, const Chunk& chunk, const Row
         .set(&Params::ld, chunk.width)
         .set(&Params::first_column, chunk.first_column)
         .set_slope(&Params::slope, logit_slope(pass.spec))
+        .set(&Params::class_offset, slot(Slot::class_offset))
         .set(&Params::rows, rows.count)
         .set(&Params::columns, chunk.columns);
     return launch.build();
@@ -117,6 +118,7 @@ LaunchBuilder<DlogitsParams> dlogits_launch(const BackwardPass& pass, const Chun
         .set(&DlogitsParams::weight, weight_operand(pass, chunk))
         .set(&DlogitsParams::bias, advanced(slot(Slot::bias), chunk.first_column, pass.element_bytes))
         .set(&DlogitsParams::class_weight, advanced(slot(Slot::class_weight), chunk.first_column, 4))
+        .set(&DlogitsParams::class_offset, advanced(slot(Slot::class_offset), chunk.first_column, 4))
         .set(&DlogitsParams::scalars, scalars_at())
         .set(&DlogitsParams::coefficients, workspace_at(layout.coefficients))
         .set(&DlogitsParams::row_targets, workspace_at(layout.row_targets))

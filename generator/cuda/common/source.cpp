@@ -62,6 +62,7 @@ std::string problem_struct(const Spec& spec, const Plan& plan, const KernelFamil
     text += fmt::format("    enum : bool {{ hidden_major = {} }};\n", spec.layout == WeightLayout::hidden_major);
     text += fmt::format("    enum : bool {{ bias = {} }};\n", spec.bias);
     text += fmt::format("    enum : bool {{ class_weight = {} }};\n", spec.class_weight);
+    if (spec.class_offset) text += "    enum : bool { class_offset = true };\n";
     text += fmt::format("    enum : bool {{ label_smoothing = {} }};\n", spec.label_smoothing > 0);
     text += fmt::format("    enum : bool {{ entropy = {} }};\n", spec.outputs.entropy);
     text += fmt::format("    enum : bool {{ accumulate = {} }};\n", spec.grad_weight_mode == GradMode::accumulate);

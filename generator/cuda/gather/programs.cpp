@@ -29,6 +29,7 @@ Statement gather_forward_launch(const ForwardPass& pass) {
     launch.set(&Params::hidden, hidden_row_at(pass.spec, rows.base))
         .set(&Params::weight, slot(Slot::weight))
         .set(&Params::bias, slot(Slot::bias))
+        .set(&Params::class_offset, slot(Slot::class_offset))
         .set_targets(&Params::targets, pass.spec, rows.base)
         .set_teacher(&Params::teacher, pass.spec, rows.base)
         .set(&Params::invalid_label, slot(Slot::invalid_label))
@@ -53,7 +54,8 @@ Statement gather_hidden_launch(const BackwardPass& pass, const BackwardLayoutGat
         .set(&Params::grad_hidden, slot(Slot::grad_hidden))
         .set(&Params::dlogits, select(wants_weight, workspace_at(layout.dlogits_of_places), 0))
         .set_teacher(&Params::teacher, pass.spec, 0)
-        .set_slope(&Params::slope, logit_slope(pass.spec));
+        .set_slope(&Params::slope, logit_slope(pass.spec))
+        .set(&Params::class_offset, slot(Slot::class_offset));
     return launch.build();
 }
 

@@ -83,6 +83,7 @@ LaunchBuilder<LtDlogitsParams> dlogits_launch(const Pass& pass, const Piece& pie
                                  ceil_div(piece.columns.columns, kLtTileColumns));
     launch.set(&Params::bias, advanced(slot(Slot::bias), piece.columns.first_column, pass.element_bytes))
         .set(&Params::class_weight, advanced(slot(Slot::class_weight), piece.columns.first_column, 4))
+        .set(&Params::class_offset, advanced(slot(Slot::class_offset), piece.columns.first_column, 4))
         .set(&Params::scalars, scalars_at())
         .set(&Params::coefficients, workspace_at(layout.coefficients) + row * 16)
         .set(&Params::row_targets, workspace_at(layout.row_targets) + row * 8)

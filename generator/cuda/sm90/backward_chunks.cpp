@@ -42,6 +42,7 @@ LaunchBuilder<Params> joined_launch(const BackwardPassSm90& pass, const JoinedWo
     set_share(launch, pass);
     launch.set(&Params::bias, advanced(slot(Slot::bias), work.first_column, pass.element_bytes))
         .set(&Params::class_weight, advanced(slot(Slot::class_weight), work.first_column, 4))
+        .set(&Params::class_offset, advanced(slot(Slot::class_offset), work.first_column, 4))
         .set(&Params::scalars, scalars_at())
         .set(&Params::coefficients, workspace_at(layout.coefficients) + rows.first * 16)
         .set(&Params::row_targets, workspace_at(layout.row_targets) + rows.first * 8)

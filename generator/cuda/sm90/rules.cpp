@@ -69,7 +69,7 @@ int accumulator_limit(const Spec& spec, GemmRole role) {
                                              (capped && spec.temperature && (outputs.entropy || outputs.log_sum_sq_probs)));
     if (role != GemmRole::dlogits) return smoothed_bias ? 64 : crowded || (spec.class_weight && spec.label_smoothing > 0) ? 128 : 192;
     const int smoothed = spec.label_smoothing <= 0 ? 0 : spec.class_weight ? 3 : capped || smoothed_bias ? 1 : 0;
-    const int terms = smoothed + (smoothed_bias ? 1 : 0) + (capped ? 1 : 0) + (spec.outputs.entropy ? 1 : 0);
+    const int terms = smoothed + (smoothed_bias ? 1 : 0) + (capped ? 1 : 0) + (spec.outputs.entropy ? 1 : 0) + (spec.class_offset ? 1 : 0);
     return terms <= 1 ? 192 : terms == 2 ? 128 : 64;
 }
 

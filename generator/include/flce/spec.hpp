@@ -34,10 +34,10 @@ struct Outputs {
 inline constexpr float kLeastTemperature = 0x1p-100F;
 inline constexpr float kMostTemperature = 0x1p100F;
 
-/// The output layer and its loss. logits = softcap(logit_scale · (hidden · weightᵀ + bias)), where softcap(u) = softcap · tanh(u /
-/// softcap); with temperature, logits are divided by their token's temperature. Loss of a token = (cross entropy (torch's meaning of
-/// label_smoothing and of class weights) + z_loss · lse²) · token_weight · (dft: the target's probability). With teacher_top_k the cross
-/// entropy is hard_weight · (that of the target) + (1 − hard_weight) · (−Σ_k q_k·log p_k over the teacher's ids). In a literal,
+/// The output layer and its loss. logits = softcap(logit_scale · (hidden · weightᵀ + bias)) + class_offset, where softcap(u) = softcap ·
+/// tanh(u / softcap); with temperature, logits are divided by their token's temperature. Loss of a token = (cross entropy (torch's meaning
+/// of label_smoothing and of class weights) + z_loss · lse²) · token_weight · (dft: the target's probability). With teacher_top_k the
+/// cross entropy is hard_weight · (that of the target) + (1 − hard_weight) · (−Σ_k q_k·log p_k over the teacher's ids). In a literal,
 /// grad_weight_dtype and grad_weight_mode follow from the fields before them, as in a text. Fields assigned later move neither.
 struct Spec {
     std::int64_t hidden_size = 0;        ///< D: ≥ 8 and a multiple of 8 (rows of 16 bytes)
@@ -55,10 +55,12 @@ struct Spec {
     DType grad_weight_dtype = weight_dtype.value_or(dtype);  ///< dtype of the gradients of weight and bias: the spec's dtype, or fp32
     bool tied = false;  ///< the weight is the embedding table: vocab_major, gradient accumulated unless said otherwise
     GradMode grad_weight_mode = tied ? GradMode::accumulate : GradMode::write;  ///< mode of the gradients of weight and bias
-    bool bias = false;             ///< a bias [V] of the spec's dtype is added to hidden · weightᵀ
-    bool class_weight = false;     ///< class weights [V] (fp32), torch's meaning
-    bool temperature = false;      ///< a call has temperatures [N] (fp32, kLeastTemperature to kMostTemperature)
-    bool token_weight = false;     ///< a call has weights [N] (fp32) of its tokens' losses
+    bool bias = false;          ///< a bias [V] of the spec's dtype is added to hidden · weightᵀ
+    bool class_weight = false;  ///< class weights [V] (fp32), torch's meaning
+    bool class_offset = false;  ///< offsets [V] (fp32, −inf for a class that is ruled out) are added to logits behind the softcap, before
+                                ///< the temperature. Offsets have no gradient
+    bool temperature = false;   ///< a call has temperatures [N] (fp32, kLeastTemperature to kMostTemperature)
+    bool token_weight = false;  ///< a call has weights [N] (fp32) of its tokens' losses
     bool batch_invariant = false;  ///< a token's outputs and grad_hidden have the same bits whatever other tokens its call has
     bool dft = false;              ///< a token's loss is multiplied by its target's probability, which receives no gradient (dynamic
                                    ///< fine-tuning, arXiv 2508.05629); outputs has to have logprobs, which backward reads
@@ -97,12 +99,12 @@ struct Spec {
 
 /// Parses "key=value,flag,…", the JSON object that parse_spec_json reads, or "@file.json" (a file that holds one). Keys: D or hidden_size,
 /// V or vocab_size, padded_vocab_size, whole_vocab_size, dtype, layout, tied, weight_dtype, grad_hidden_dtype, grad_weight_dtype,
-/// grad_weight_mode, bias, class_weight, temperature, token_weight, batch_invariant, dft, logit_scale, softcap, label_smoothing, z_loss,
-/// teacher_top_k, hard_weight, support, teacher_hidden_size, divergence_beta, teacher_bias, teacher_logit_scale, teacher_softcap, top_k,
-/// outputs (names joined by '+': loss+lse+logprobs+entropy+top1+log_sum_sq_probs). dtypes: bf16, fp16, fp32, or torch's bfloat16, float16,
-/// float32. D and V are required; dtype defaults to bf16, weight_dtype and grad_hidden_dtype to dtype, grad_weight_dtype to weight_dtype,
-/// grad_weight_mode to write, or accumulate where tied is set. The result is normalized. Throws SpecError for an unknown or repeated key
-/// and for a bad value, EnvironmentError for a file that cannot be read.
+/// grad_weight_mode, bias, class_weight, class_offset, temperature, token_weight, batch_invariant, dft, logit_scale, softcap,
+/// label_smoothing, z_loss, teacher_top_k, hard_weight, support, teacher_hidden_size, divergence_beta, teacher_bias, teacher_logit_scale,
+/// teacher_softcap, top_k, outputs (names joined by '+': loss+lse+logprobs+entropy+top1+log_sum_sq_probs). dtypes: bf16, fp16, fp32, or
+/// torch's bfloat16, float16, float32. D and V are required; dtype defaults to bf16, weight_dtype and grad_hidden_dtype to dtype,
+/// grad_weight_dtype to weight_dtype, grad_weight_mode to write, or accumulate where tied is set. The result is normalized. Throws
+/// SpecError for an unknown or repeated key and for a bad value, EnvironmentError for a file that cannot be read.
 [[nodiscard]] Spec parse_spec(std::string_view text);
 /// A JSON object with the same keys: numbers, booleans, strings, and an array of names for outputs.
 [[nodiscard]] Spec parse_spec_json(std::string_view json);

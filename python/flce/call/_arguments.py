@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,12 +18,14 @@ from flce.core._frame import PLAIN_TYPES
 
 DEVICE_TYPES = ("cpu", "cuda", "meta")
 MOST_TEACHER_TOP_K = 1024
+_WITHOUT_GRADIENT = {
+    "class_weight": "detach it",
+    "class_offset": "detach it, or give it as bias (divided by logit_scale) where there is no softcap",
+}
 
 
-def check_inputs(
-    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, class_weight: Tensor | None, sequence_ranks: int = 1
-) -> None:
-    """`sequence_ranks`: over how many ranks hidden's first dimension lies."""
+def check_inputs(hidden: Tensor, weight: Tensor, target: Tensor, of_classes: Mapping[str, Tensor | None], sequence_ranks: int = 1) -> None:
+    """`of_classes`: tensors with a number for every class, by name. `sequence_ranks`: over how many ranks hidden's first dimension lies."""
     dtype, device = hidden.dtype, hidden.device
     if dtype not in DTYPES:
         raise errors.DTypeError(f"hidden has dtype {dtype}; allowed are float32, bfloat16, float16")
@@ -37,12 +40,11 @@ def check_inputs(
         raise errors.PlacementError(f"hidden is on {device}; allowed are cpu and cuda")
     _check_place("weight", weight, device)
     _check_place("target", target, device)
-    if bias is not None:
-        check_classes("bias", bias, weight_shape[0], device)
-    if class_weight is not None:
-        check_classes("class_weight", class_weight, weight_shape[0], device)
-        if class_weight.requires_grad:
-            raise errors.ArgumentError("class_weight requires a gradient; it has none here, detach it")
+    for name, numbers_of in of_classes.items():
+        if numbers_of is not None:
+            check_classes(name, numbers_of, weight_shape[0], device)
+            if name in _WITHOUT_GRADIENT and numbers_of.requires_grad:
+                raise errors.ArgumentError(f"{name} requires a gradient; it has none here, {_WITHOUT_GRADIENT[name]}")
 
 
 def check_shapes(hidden: Tensor, weight: Tensor, target: Tensor, sequence_ranks: int = 1) -> None:

@@ -35,6 +35,7 @@ def run(
     *,
     bias: Tensor | None = None,
     class_weight: Tensor | None = None,
+    class_offset: Tensor | None = None,
     num_valid_tokens: Tensor | float | None = None,
     temperature: Tensor | float | None = None,
     token_weight: Tensor | None = None,
@@ -50,13 +51,13 @@ def run(
         if hasattr(weight, "ds_status"):
             _zero3.refuse_ungathered("weight", weight)
         alone = bias is None and class_weight is None and num_valid_tokens is None and token_weight is None and grad_weight_out is None
-        alone = alone and rows is None and teacher_ids is None
+        alone = alone and class_offset is None and rows is None and teacher_ids is None
         call = _latest.get(options) if alone else None
         if call is not None and not _dispatch_modes() and _transforms() is None and _tracing_state() is None:
             value = call.value(hidden, weight, target)
             if value is not None:
                 return value
-    given = Inputs(hidden, weight, target, options, bias, class_weight, None, rows, token_weight, teacher_ids, teacher_probs)
+    given = Inputs(hidden, weight, target, options, bias, class_weight, None, rows, token_weight, teacher_ids, teacher_probs, class_offset)
     return _run_checked(given, num_valid_tokens, grad_weight_out, alone=alone)
 
 
@@ -91,7 +92,7 @@ def _check(given: Inputs, num_valid_tokens: Tensor | float | None, grad_weight_o
     """`given` with its num_valid. `plain`: the call may go to the kernels directly."""
     hidden, weight, target, options = given.hidden, given.weight, given.target, given.options
     sequence_ranks = 1 if options.parallel is None else options.parallel.sequence_ranks
-    _arguments.check_inputs(hidden, weight, target, given.bias, given.class_weight, sequence_ranks)
+    _arguments.check_inputs(hidden, weight, target, given.of_classes(), sequence_ranks)
     if given.temperature is not None:
         _arguments.check_temperature(given.temperature, target)
     reduction = _options.REDUCTION_NAMES[options.reduction]

@@ -42,8 +42,8 @@ def check_inputs(given: Inputs, when: str = "") -> None:
     _check_tensor("hidden", hidden, [hidden.shape[0], hidden_size], DTYPES, hidden.device, when)
     _check_tensor("weight", weight, [*classes, hidden_size], DTYPES, hidden.device, when)
     _check_tensor("target", given.target, [num_tokens], TARGET_DTYPES, hidden.device, when)
-    for name in ("bias", "class_weight"):
-        if (tensor := getattr(given, name)) is not None:
+    for name, tensor in given.of_classes().items():
+        if tensor is not None:
             _check_tensor(name, tensor, classes, DTYPES, hidden.device, when)
     for name in ("temperature", "token_weight"):
         if (tensor := getattr(given, name)) is not None:

@@ -182,6 +182,8 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         given = Inputs.of(tensors, options)
         hidden, weight = given.hidden, given.weight
         if options.named_logprobs:
+            if kernel is not None:
+                _kernels.refuse_batched(grad_values)
             given, grad_values = _of_named_gradients(given, grad_values)
         # Ranks that share a vocabulary add up what all of them ask for, however few rows one has.
         may_ask = kernel is None or grad_weight_out is not None or options.parallel is not None or hidden.shape[0] * weight.numel() >= SMALL
@@ -241,11 +243,12 @@ _REST = "Tensor? bias, Tensor? class_weight, Tensor? num_valid, str options, int
 # A schema's fields keep their places, since caches of compiled graphs do not look at schemas.
 _CHOICE = "int retain=0"
 _ROWS = "Tensor? temperature=None, Tensor? token_weight=None, Tensor? teacher_ids=None, Tensor? teacher_probs=None, str parallel=''"
+_CLASSES = "Tensor? class_offset=None"
 
 _SCHEMAS = {
-    "linear_cross_entropy": f"({_INPUTS}, {_REST}, {_CHOICE}, {_ROWS}, bool named_logprobs=False)"
+    "linear_cross_entropy": f"({_INPUTS}, {_REST}, {_CHOICE}, {_ROWS}, bool named_logprobs=False, {_CLASSES})"
     " -> (Tensor values, Tensor saved, Tensor top1)",
-    "linear_cross_entropy_backward": f"(Tensor grad_values, {_INPUTS}, Tensor saved, {_REST}, bool[3] wanted, {_ROWS})"
+    "linear_cross_entropy_backward": f"(Tensor grad_values, {_INPUTS}, Tensor saved, {_REST}, bool[3] wanted, {_ROWS}, {_CLASSES})"
     " -> (Tensor grad_hidden, Tensor grad_weight, Tensor grad_bias)",
 }
 

@@ -69,6 +69,7 @@ OPTIONS = {
     "reduce_dtype": Option("ranks", "torch.dtype | None", None, "hidden's, torch.float32", f"{_AT} losses megatron"),
     "reduce_grad_hidden": Option("ranks", "bool", True, _FLAG, f"{_AT} losses"),
     "bias": Option("call", "Tensor | None", None, "[V]", _AT),
+    "class_offset": Option("call", "Tensor | None", None, "[V] fp32", _AT),
     "target": Option("call", "Tensor | None", None, "[...]", "topk_distillation"),
     "ignore_index": Option("call", "int", -100, "of 64 bits", f"{_ALL} megatron"),
     "shift": Option("call", "int", 0, _WHOLE, _ALL),

@@ -20,6 +20,7 @@ from flce.budget import MemoryBudget
 
 class _EveryCall(TypedDict, total=False):
     bias: Tensor | None
+    class_offset: Tensor | None
     logit_scale: float | None
     softcap: float | None
     batch_invariant: bool
@@ -70,6 +71,7 @@ class _Distillation(_Loss, total=False):
 
 
 class _HeadCall(TypedDict, total=False):
+    class_offset: Tensor | None
     num_valid_tokens: Tensor | float | None
     temperature: Tensor | float | None
     token_weight: Tensor | None

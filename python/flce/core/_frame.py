@@ -28,7 +28,8 @@ DTYPE_CODES = {
 }
 PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 ROW_ALIGNMENT = 16  # bytes; of hidden, weight and their gradients
-OPTIONAL_INPUTS = ("bias", "class_weight", "temperature", "token_weight")  # flags of a Spec, and tensors of its calls
+OF_CLASSES = ("bias", "class_weight", "class_offset")
+OPTIONAL_INPUTS = (*OF_CLASSES, "temperature", "token_weight")  # flags of a Spec, and tensors of its calls
 
 DIFFERENTIABLE = ("lse", "logprobs", "entropy")  # per token, beside the loss
 VALUES = ("loss", *DIFFERENTIABLE, "log_sum_sq_probs")  # fp32, in the order in which they lie in one tensor; top1 has one of its own
@@ -171,10 +172,15 @@ class Inputs(NamedTuple):
     token_weight: Tensor | None = None  # [N] fp32
     teacher_ids: Tensor | None = None  # [N, K] int64 or int32, as many as the options say, as the next one
     teacher_probs: Tensor | None = None  # [N, K] fp32
+    class_offset: Tensor | None = None  # [V] fp32
     group: Any = None  # the process group of options.parallel, once a pass has begun (`with_group`)
 
     def tensors(self) -> dict[str, Tensor | None]:
         return {name: getattr(self, name) for name in TENSORS}
+
+    def of_classes(self) -> dict[str, Tensor | None]:
+        """Tensors with a number for every class, by name."""
+        return {name: getattr(self, name) for name in OF_CLASSES}
 
     @staticmethod
     def of(tensors: Sequence[Tensor | None], options: CallOptions) -> Inputs:
@@ -211,6 +217,7 @@ class KernelKey(NamedTuple):
     accumulate: bool
     bias: bool
     class_weight: bool
+    class_offset: bool
     temperature: bool
     token_weight: bool
     options: str
@@ -261,6 +268,7 @@ class Frame:
     weight: _native.TensorView
     bias: _native.TensorView
     class_weight: _native.TensorView
+    class_offset: _native.TensorView
     temperature: _native.TensorView
     token_weight: _native.TensorView
     num_valid: _native.TensorView
@@ -414,8 +422,7 @@ class Frame:
     def inputs(self, args: Any, given: Inputs) -> tuple[Tensor | None, ...]:
         """Fills in the inputs of forward and of backward, contiguous and in the kernel's dtypes. The returned tensors have to outlive the
         call."""
-        hidden, weight, target, bias, class_weight = given.hidden, given.weight, given.target, given.bias, given.class_weight
-        num_valid, temperature, token_weight = given.num_valid, given.temperature, given.token_weight
+        hidden, weight, target, num_valid = given.hidden, given.weight, given.target, given.num_valid
         teacher_ids, teacher_probs = given.teacher_ids, given.teacher_probs
         rule = given.options.ignore_index, given.options.reduction
         num_tokens = hidden.shape[0]
@@ -438,18 +445,9 @@ class Frame:
         self.target.data = target.data_ptr()
         if target.dtype is not self.target_dtype:
             self.set_target_dtype(target.dtype)
-        if bias is not None:
-            bias = bias.to(self.dtype).contiguous()
-            self.bias.data = bias.data_ptr()
-        if class_weight is not None:
-            class_weight = class_weight.to(torch.float32).contiguous()
-            self.class_weight.data = class_weight.data_ptr()
-        if temperature is not None:
-            temperature = temperature.contiguous()
-            self.temperature.data = temperature.data_ptr()
-        if token_weight is not None:
-            token_weight = token_weight.contiguous()
-            self.token_weight.data = token_weight.data_ptr()
+        bias = _numbers(self.bias, given.bias, self.dtype)
+        class_weight, class_offset = _numbers(self.class_weight, given.class_weight), _numbers(self.class_offset, given.class_offset)
+        temperature, token_weight = _numbers(self.temperature, given.temperature), _numbers(self.token_weight, given.token_weight)
         if teacher_ids is not None and teacher_probs is not None:
             teacher_ids, teacher_probs = teacher_ids.contiguous(), teacher_probs.contiguous()
             self.teacher_ids.data, self.teacher_probs.data = teacher_ids.data_ptr(), teacher_probs.data_ptr()
@@ -462,12 +460,21 @@ class Frame:
             args.num_valid = self.address["num_valid"]
         if rule != self.rule:
             self.set_rule(*rule)
-        return hidden, weight, target, bias, class_weight, temperature, token_weight, teacher_ids, teacher_probs
+        return hidden, weight, target, bias, class_weight, class_offset, temperature, token_weight, teacher_ids, teacher_probs
 
 
 def is_hidden_major(weight: Tensor) -> bool:
     """Whether [V, D] is the view of a contiguous [D, V]."""
     return weight.stride(0) == 1 and weight.stride(1) == weight.shape[0]
+
+
+def _numbers(view: _native.TensorView, tensor: Tensor | None, dtype: torch.dtype = torch.float32) -> Tensor | None:
+    """A number for each class or token, as kernels read them; `view` points there."""
+    if tensor is None:
+        return None
+    tensor = tensor.to(dtype).contiguous()
+    view.data = tensor.data_ptr()
+    return tensor
 
 
 def _aligned(tensor: Tensor) -> Tensor:

@@ -285,10 +285,7 @@ class LoadedKernel(Kernel):
         args, address = frame.backward, frame.address
         kept = frame.inputs(args, given)
         frame.point_to_saved(saved.data_ptr(), self.outputs)
-        try:
-            grad_values.data_ptr()
-        except RuntimeError:
-            refuse_batched(grad_values)
+        refuse_batched(grad_values)
         for name, gradient in split_values(grad_values, frame.num_tokens, self.outputs.values).items():
             if name in GRADIENT_VIEWS:
                 getattr(frame, GRADIENT_VIEWS[name]).data = gradient.data_ptr()
@@ -390,6 +387,7 @@ def key_of(given: Inputs, grad_weight_out: Tensor | None, vocab_size: int) -> Ke
         accumulate=grad_weight_out is not None,
         bias=given.bias is not None,
         class_weight=given.class_weight is not None,
+        class_offset=given.class_offset is not None,
         temperature=given.temperature is not None,
         token_weight=given.token_weight is not None,
         options=given.options.spec,
@@ -450,7 +448,15 @@ def all_kernels() -> list[LoadedKernel]:
         return list(_kernels.values())
 
 
-def refuse_batched(gradient: Tensor) -> NoReturn:
+def refuse_batched(gradient: Tensor) -> None:
+    """Raises where the upstream gradient has no memory of its own."""
+    try:
+        gradient.data_ptr()
+    except RuntimeError:
+        raise_batched(gradient)
+
+
+def raise_batched(gradient: Tensor) -> NoReturn:
     raise errors.UnsupportedTransformError(
         f"the upstream gradient is a {type(gradient).__name__} without memory of its own: backward of flce.linear_cross_entropy cannot be "
         "batched (vmap, is_grads_batched=True); call it once for each gradient"

@@ -61,6 +61,7 @@ def kernel_of(
         accumulate=False,
         bias=bias,
         class_weight=False,
+        class_offset=False,
         temperature=temperature,
         token_weight=False,
         options=options,

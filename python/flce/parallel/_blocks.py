@@ -129,7 +129,7 @@ def cross_entropy(
     for name, tensor in (("queries", rows), ("documents", classes)):
         _arguments.refuse_tangent(name, tensor)
     given = _call._autocast(given)
-    _arguments.check_inputs(given.hidden, given.weight, target, None, None, len(blocks.classes))
+    _arguments.check_inputs(given.hidden, given.weight, target, {}, len(blocks.classes))
     given = _call._as_kernels_read(given)
     number = math.nan if isinstance(scale, Tensor) else float(scale)
     call = _Call(blocks, given.options, columns, number)

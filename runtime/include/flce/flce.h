@@ -29,7 +29,7 @@ extern "C" {
 #endif
 
 /* Grows when functions or fields are added; fields and functions that are there keep their meaning. */
-#define FLCE_ABI_VERSION 14
+#define FLCE_ABI_VERSION 15
 
 /* The ABI version the library was built with, and the library's version ("0.1.0"). */
 FLCE_API int32_t flce_abi_version(void);
@@ -326,12 +326,13 @@ typedef struct flce_forward_args {
     /* Required iff the spec has top_k = K: the K classes of the largest logits, the largest first, of equal ones the smaller class. */
     const flce_tensor* top_logprobs; /* [N, K] fp32, written; 0 for ignored rows */
     const flce_tensor* top_ids;      /* [N, K] int64, written; -1 for ignored rows */
+    const flce_tensor* class_offset; /* [V] fp32, -inf for a class that is ruled out; required iff the spec has class_offset */
 } flce_forward_args;
 /* clang-format off */
 #define FLCE_FORWARD_ARGS_INIT                                                                                 \
     {sizeof(flce_forward_args), NULL, NULL, NULL, NULL, NULL, -100, FLCE_REDUCTION_MEAN, 0, NULL, NULL, NULL,  \
      NULL, NULL, NULL, NULL, NULL, 0, FLCE_RETAINED_OWN, 0, NULL, NULL, NULL, NULL, NULL, NULL, NULL, 0, NULL,  \
-     NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL}
+     NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL}
 /* clang-format on */
 
 /* Arguments that make a shard's outputs from all shards' partial sums. Tensors as in forward, but for three. */
@@ -411,12 +412,13 @@ typedef struct flce_backward_args {
     const flce_tensor* teacher_bias;
     const flce_tensor* teacher_lse; /* teacher_lse and student_divergence: [N] fp32, as forward wrote them */
     const flce_tensor* student_divergence;
+    const flce_tensor* class_offset; /* [V] fp32, forward's */
 } flce_backward_args;
 /* clang-format off */
 #define FLCE_BACKWARD_ARGS_INIT                                                                             \
     {sizeof(flce_backward_args), NULL, NULL, NULL, NULL, NULL, -100, FLCE_REDUCTION_MEAN, 0, NULL, NULL,    \
      NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, 0, FLCE_RETAINED_OWN, 0, NULL, NULL, NULL, NULL, \
-     NULL, NULL, 0, NULL, NULL, FLCE_STAGE_WHOLE, 0, NULL, NULL, NULL, NULL, NULL}
+     NULL, NULL, 0, NULL, NULL, FLCE_STAGE_WHOLE, 0, NULL, NULL, NULL, NULL, NULL, NULL}
 /* clang-format on */
 
 /* JSON description of these three structs, for bindings that build them when they are loaded:

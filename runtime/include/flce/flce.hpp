@@ -95,6 +95,7 @@ struct ForwardArgs {
     TensorView weight{};        ///< [P, D] (vocab_major) or [D, P] (hidden_major), weight_dtype(spec)
     TensorView bias{};          ///< [V], spec dtype; required iff spec.bias
     TensorView class_weight{};  ///< [V] fp32; required iff spec.class_weight
+    TensorView class_offset{};  ///< [V] fp32; required iff spec.class_offset
     TensorView target{};        ///< [N] int32 or int64. With spec.teacher_top_k and a hard_weight of 0 it only says which tokens take part:
                                 ///< tokens with any class
     TensorView temperature{};   ///< [N] fp32; required iff spec.temperature. A row's temperature that is not between 2^-100 and 2^100 is a
@@ -176,6 +177,7 @@ struct BackwardArgs {
     TensorView weight{};
     TensorView bias{};
     TensorView class_weight{};
+    TensorView class_offset{};
     TensorView target{};
     TensorView temperature{};
     TensorView token_weight{};
