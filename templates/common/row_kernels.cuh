@@ -115,9 +115,10 @@ __device__ __forceinline__ void prepare(const PrepareParams& p) {
     for (int i = static_cast<int>(threadIdx.x); i < p.counter_count; i += kReduceThreads) p.counters[i] = 0u;
 }
 
-/// Coefficients of a row whose logits are divided by a temperature: dz is the gradient before the division, and is divided as well.
-__device__ __forceinline__ RowCoefficients divided(const RowCoefficients& k, float temperature) {
-    return {k.a / temperature, k.b / temperature, k.t / temperature, k.s / temperature};
+/// Upstream gradients of a row whose logits are divided by a temperature: dz is the gradient before the division, and is divided as well.
+/// Coefficients are linear in these, so that terms which cancel each other without a temperature still do, to the last bit.
+__device__ __forceinline__ RowUpstream divided(const RowUpstream& g, float temperature) {
+    return {g.cross_entropy / temperature, g.z_loss / temperature, g.lse / temperature, g.logprob / temperature, g.entropy / temperature};
 }
 
 /// Common factor of the losses of all rows of a call.
@@ -174,19 +175,18 @@ __device__ __forceinline__ void row_coefficients_kernel(const RowCoefficientsPar
                                   p.z_loss_weight,   p.logprobs != nullptr, hard_weight_of<Problem>(p.hard_weight)};
         const float factor = loss_factor(value_or(p.token_weight, listed.row, 1.f), value_or(p.logprobs, listed.row, 0.f), options);
         const float g = factor * (p.grad_loss == nullptr ? p.absent_grad_loss : p.grad_loss[p.count.reduction == kNone ? listed.row : 0]);
-        const RowUpstream upstream{g * p.scalars->cross_entropy_scale, g * p.scalars->z_loss_scale, value_or(p.grad_lse, listed.row, 0.f),
-                                   value_or(p.grad_logprobs, listed.row, 0.f), value_or(p.grad_entropy, listed.row, 0.f)};
+        RowUpstream upstream{g * p.scalars->cross_entropy_scale, g * p.scalars->z_loss_scale, value_or(p.grad_lse, listed.row, 0.f),
+                             value_or(p.grad_logprobs, listed.row, 0.f), value_or(p.grad_entropy, listed.row, 0.f)};
         const float given = value_or(p.entropy, listed.row, 0.f);
         const float entropy = Problem::divergence ? 0.f : given;
         row_target = {p.lse[listed.row], target};
         const float c_y = class_weight_of<Problem>(p.class_weight, listed.row, target);
-        RowCoefficients k = row_coefficients(upstream, row_target.lse, entropy, c_y, teacher.sum, options);
-        if constexpr (Problem::teacher) of_teacher = teacher_weight(upstream, options);
         if constexpr (Problem::temperature) {
             temperature = p.temperature[listed.row];
-            k = divided(k, temperature);
-            if constexpr (Problem::teacher) of_teacher /= temperature;
+            upstream = divided(upstream, temperature);
         }
+        const RowCoefficients k = row_coefficients(upstream, row_target.lse, entropy, c_y, teacher.sum, options);
+        if constexpr (Problem::teacher) of_teacher = teacher_weight(upstream, options);
         packed = make_float4(k.a, k.b, k.t, k.s);
         if constexpr (sizeof(typename Problem::Element) == 2) {
             const float unit = is_batch_invariant<Problem>() ? common_factor(p) : k.t;

@@ -48,13 +48,14 @@ __device__ __forceinline__ void gather_forward(const GatherForwardParams& p) {
     p.target_logits[row] = target_logit;
 }
 
-/// dz of a place: a row's coefficients, and what its own probability takes off.
+/// dz of a place: a row's coefficients, and what its own probability takes off. The product is rounded before it is taken off, so that the
+/// only class of a row has a dz of exactly 0.
 template <class Problem>
 __device__ __forceinline__ float dz_of_place(const GatherHiddenParams& p, int row, long long place, int id, const RowTarget& target) {
     const float4 c = static_cast<const float4*>(p.coefficients)[row];
     const float logprob = p.teacher.logprobs[place];
     const float dz = ::expf(logprob) * (Problem::entropy ? c.x + c.y * fmaxf(logprob + target.lse, farthest_below()) : c.x);
-    return (dz - p.row_weights[row] * p.teacher.probs[place]) *
+    return (dz - __fmul_rn(p.row_weights[row], p.teacher.probs[place])) *
            slope_in_row<Problem>(p, row, logprob, target.lse, offset_of<Problem>(p.class_offset, id));
 }
 
