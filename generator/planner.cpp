@@ -419,8 +419,10 @@ std::vector<std::string> plan_reasons(const Spec& any_spec, const Device& device
         lines.push_back(fmt::format("number {} of {} legal candidates by expected time at {} and {} tokens", rank + 1, search.plans.size(),
                                     kReferenceTokens.front(), kReferenceTokens.back()));
     }
-    lines.push_back(fmt::format("chunk of at most {} vocabulary rows; scratch of {} bytes decides how many at a time", plan.vocab_chunk,
-                                plan.scratch_bytes));
+    if (plan.path != PlanPath::cuda_gather) {
+        lines.push_back(fmt::format("chunk of at most {} vocabulary rows; scratch of {} bytes decides how many at a time", plan.vocab_chunk,
+                                    plan.scratch_bytes));
+    }
     if (plan.strategy == Strategy::retain && retains_apart(spec, device, request)) {
         lines.emplace_back(
             "every exponential has memory of its own beside grad_weight, whose tile need not be one with which that memory is lent");
