@@ -50,7 +50,7 @@ def test_documented_pieces_run(device: str) -> None:
     text = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
     section = text.split("## Reinforcement learning and distillation\n")[1].split("\n## ")[0]
     pieces = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
-    assert len(pieces) == 7
+    assert len(pieces) == 8
     if device != "cpu":  # in fp32, which batch_invariant refuses on a GPU
         pieces = [piece for piece in pieces if "batch_invariant" not in piece]
     head, old_head = (torch.nn.Linear(16, 50, bias=False, device=device) for _ in range(2))
