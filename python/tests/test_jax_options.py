@@ -1,4 +1,4 @@
-"""flce.jax: class weights, dft, batch invariance and packed sequences, beside torch's flce."""
+"""flce.jax: class weights and offsets, dft, batch invariance and packed sequences, beside torch's flce."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "class_weight": {"class_weight": True},
     "class_weight_smoothed": {"class_weight": True, "label_smoothing": 0.1},
     "class_weight_z_loss": {"class_weight": True, "label_smoothing": 0.1, "z_loss": 1e-2},
+    "class_offset": {"class_offset": True, "softcap": 8.0},
     "dft": {"dft": True},
     "dft_z_loss": {"dft": True, "z_loss": 1e-2, "temperature": 1.5},
-    "all": {"class_weight": True, "dft": True, "label_smoothing": 0.1, "z_loss": 1e-2, "softcap": 8.0},
+    "all": {"class_weight": True, "class_offset": True, "dft": True, "label_smoothing": 0.1, "z_loss": 1e-2, "softcap": 8.0},
 }
 REDUCTIONS = ("none", "sum", "mean", "weighted_mean")
 
@@ -33,8 +34,15 @@ def class_weight(classes: int = 301) -> jax.Array:
     return jnp.asarray(np.random.default_rng(8).uniform(0.2, 2, classes), jnp.float32)
 
 
+def class_offset(classes: int = 301) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(9).normal(size=classes), jnp.float32)
+
+
+OF_CLASSES = {"class_weight": class_weight, "class_offset": class_offset}
+
+
 def given(options: dict[str, Any], classes: int = 301) -> dict[str, Any]:
-    return options | ({"class_weight": class_weight(classes)} if "class_weight" in options else {})
+    return options | {name: make(classes) for name, make in OF_CLASSES.items() if name in options}
 
 
 def close(found: Any, right: Any) -> None:
@@ -81,13 +89,11 @@ def test_the_vocabulary_over_an_axis(name: str, check_vma: bool) -> None:
         case = cases.case((8, 12), classes=320)
         mesh = jax.make_mesh((4, 2), ("data", "model"), devices=jax.devices("cpu"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
         options = given(OPTIONS[name], 320)
-        weights = options.pop("class_weight", jnp.ones(320))
-        extra = ("class_weight",) if "class_weight" in OPTIONS[name] else ()
+        of_classes = {name: options.pop(name) for name in OF_CLASSES if name in options}
 
-        def mean(hidden: Any, weight: Any, weights: Any, labels: Any, axis_name: str | None = None) -> Any:
-            more = dict(zip(extra, (weights,), strict=False))
+        def mean(hidden: Any, weight: Any, of_classes: Any, labels: Any, axis_name: str | None = None) -> Any:
             return fj.linear_cross_entropy(
-                hidden, weight, labels, return_lse=True, return_entropy=True, axis_name=axis_name, **more, **options
+                hidden, weight, labels, return_lse=True, return_entropy=True, axis_name=axis_name, **of_classes, **options
             )
 
         over_axis = jax.shard_map(
@@ -99,7 +105,7 @@ def test_the_vocabulary_over_an_axis(name: str, check_vma: bool) -> None:
         )
 
         def total(function: Any, hidden: Any, weight: Any) -> Any:
-            loss, lse, entropy = function(hidden, weight, weights, case.labels)
+            loss, lse, entropy = function(hidden, weight, of_classes, case.labels)
             return loss + 1e-2 * lse.sum() + 1e-2 * entropy.sum(), (loss, lse, entropy)
 
         found, right = (
@@ -135,6 +141,12 @@ def test_refused() -> None:
     loss = functools.partial(fj.linear_cross_entropy, case.hidden, case.weight, case.labels)
     refused: list[tuple[type[Exception], str, Any]] = [
         (errors.ShapeError, r"class_weight has shape \[3\]; it must be \[301\]", lambda: loss(class_weight=jnp.ones(3))),
+        (errors.ShapeError, r"class_offset has shape \[3\]; it must be \[301\]", lambda: loss(class_offset=jnp.ones(3))),
+        (
+            errors.ArgumentError,
+            r"stop_gradient\(class_offset\)",
+            lambda: jax.grad(lambda offsets: loss(class_offset=offsets))(class_offset()),
+        ),
         (errors.DTypeError, "class_weight has dtype complex64", lambda: loss(class_weight=1j * class_weight())),
         (
             errors.ArgumentError,
@@ -256,3 +268,23 @@ def test_offsets_that_are_none() -> None:
     for kind, message, call in refused:
         with pytest.raises(kind, match=message):
             call()
+
+
+@pytest.mark.parametrize("function", ["linear_logprobs", "linear_logprobs_at", "linear_topk_distillation"])
+def test_class_offsets_of_other_functions_beside_torch(function: str, device: str) -> None:
+    case = cases.case((3, 11))
+    ids = jnp.asarray(np.random.default_rng(10).integers(0, 301, (3, 11, 4)), jnp.int32)
+    others = {"linear_logprobs": (case.labels,), "linear_logprobs_at": (ids,), "linear_topk_distillation": (ids, jnp.full(ids.shape, 0.2))}
+    offsets = class_offset()
+    hidden, weight = (cases.as_torch(array).to(device).requires_grad_() for array in (case.hidden, case.weight))
+    of_torch = [cases.as_torch(each).to(device) for each in (*others[function], offsets)]
+    right = getattr(flce, function)(hidden, weight, *of_torch[:-1], class_offset=of_torch[-1], softcap=8.0)
+    right.sum().backward()
+    with cases.on(device):
+        total = lambda hidden, weight: getattr(fj, function)(  # noqa: E731
+            hidden, weight, *others[function], class_offset=offsets, softcap=8.0
+        ).sum()
+        made, gradients = jax.jit(jax.value_and_grad(total, (0, 1)))(case.hidden, case.weight)
+    cases.near(made, right.detach().sum().cpu(), 1e-5)
+    for found, leaf in zip(gradients, (hidden, weight), strict=True):
+        cases.near(found, leaf.grad.cpu(), 1e-5)

@@ -45,6 +45,7 @@ def linear_cross_entropy(
     *,
     weight_layout: str = "vocab_major",
     bias: Any = None,
+    class_offset: Any = None,
     ignore_index: int = -100,
     reduction: str = "mean",
     label_smoothing: float = 0.0,
@@ -83,6 +84,8 @@ def linear_cross_entropy(
             Where the divisor is 0, loss and gradients are 0.
         label_smoothing, z_loss, logit_scale, softcap, class_weight: numbers, and [V] for class_weight, with torch's meaning of smoothing
             and weights. A gradient of class_weight is an ArgumentError.
+        class_offset: [V], added to the logits behind the softcap and before the temperature; −inf rules a class out. A gradient of it is
+            an ArgumentError.
         temperature: logits are divided by it: a number, 2^-100 to 2^100, or [...] float32. A row whose temperature is out of this range
             counts as ignored, and `check_labels` reports it. A gradient of it is an ArgumentError.
         token_weight: [...]; a row's loss, z_loss included, is multiplied by it. `shift` does not move it.
@@ -129,6 +132,7 @@ def linear_cross_entropy(
         outputs=outputs,
         bias=bias,
         class_weight=class_weight,
+        class_offset=class_offset,
         reduction=reduction,
         token_weight=token_weight,
         num_valid_tokens=num_valid_tokens,
@@ -156,6 +160,7 @@ def linear_logprobs(
     *,
     weight_layout: str = "vocab_major",
     bias: Any = None,
+    class_offset: Any = None,
     ignore_index: int = -100,
     logit_scale: float | None = None,
     softcap: float | None = None,
@@ -182,6 +187,7 @@ def linear_logprobs(
         labels,
         outputs=_outputs(logprobs=True, entropy=return_entropy, top1=return_top1),
         bias=bias,
+        class_offset=class_offset,
         shift=shift,
         cu_seqlens=cu_seqlens,
         weight_layout=weight_layout,
@@ -202,6 +208,7 @@ def _cross_entropy(
     *,
     outputs: tuple[str, ...],
     bias: Any,
+    class_offset: Any,
     shift: Any,
     cu_seqlens: Any,
     weight_layout: str,
@@ -223,7 +230,10 @@ def _cross_entropy(
     given = _depths.of_each(hidden, labels, of_rows) if several else [{"hidden": hidden, "labels": labels, **of_rows}]
     shifts = [of_depth.pop("shift") for of_depth in given]
     weights = _depths.check_weights(loss_weights, reduction, hidden)
-    for_all = {"weight": _layer.array("weight", weight), **_layer.arrays_of(bias=bias, class_weight=class_weight)}
+    for_all = {
+        "weight": _layer.array("weight", weight),
+        **_layer.arrays_of(bias=bias, class_weight=class_weight, class_offset=class_offset),
+    }
     each = []
     for at, of_depth in enumerate(given):
         of = f"[{at}]" if several else ""
@@ -268,6 +278,7 @@ def linear_topk_distillation(
     hard_weight: float = 0.0,
     weight_layout: str = "vocab_major",
     bias: Any = None,
+    class_offset: Any = None,
     ignore_index: int = -100,
     reduction: str = "mean",
     label_smoothing: float = 0.0,
@@ -306,7 +317,7 @@ def linear_topk_distillation(
     wanted = (*outputs, *(("teacher_logprobs",) if return_teacher_logprobs else ()))
     arrays = _layer.checked(
         weight_layout, ignore_index, hidden=hidden, weight=weight, bias=bias, temperature=temperature, token_weight=token_weight,
-        num_valid_tokens=num_valid_tokens, teacher_ids=teacher_ids, teacher_probs=teacher_probs,
+        class_offset=class_offset, num_valid_tokens=num_valid_tokens, teacher_ids=teacher_ids, teacher_probs=teacher_probs,
         **({} if labels is None else {"labels": labels}),
     )  # fmt: skip
 
@@ -343,6 +354,7 @@ def linear_logprobs_at(
     normalize: str = "vocabulary",
     weight_layout: str = "vocab_major",
     bias: Any = None,
+    class_offset: Any = None,
     logit_scale: float | None = None,
     softcap: float | None = None,
     temperature: Any = 1.0,
@@ -366,7 +378,9 @@ def linear_logprobs_at(
     """
     outputs = _outputs(loss=True, lse=return_lse, entropy=return_entropy)
     wanted = ("teacher_logprobs", *outputs[1:])
-    arrays = _layer.checked(weight_layout, _IGNORED, hidden=hidden, weight=weight, bias=bias, temperature=temperature, ids=ids)
+    arrays = _layer.checked(
+        weight_layout, _IGNORED, hidden=hidden, weight=weight, bias=bias, class_offset=class_offset, temperature=temperature, ids=ids
+    )
 
     def run(arrays: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
         ids = arrays.pop("ids")

@@ -17,7 +17,7 @@ DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 OUTPUTS = ("loss", "lse", "logprobs", "entropy", "top1")
 GRADIENTS = {"hidden": "grad_hidden", "weight": "grad_weight", "bias": "grad_bias"}
 _DIFFERENTIABLE = ("loss", "lse", "logprobs", "entropy")
-_FLAGS = ("bias", "temperature", "class_weight")
+_FLAGS = ("bias", "temperature", "class_weight", "class_offset")
 _ALIGNMENT = 256
 _RETAINED_STEP = 16
 

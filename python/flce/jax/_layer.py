@@ -19,10 +19,10 @@ from flce.jax._calls import Layer
 LAYOUTS = ("vocab_major", "hidden_major")
 _DEPTH_STEP = 8
 _INT = 1 << 31
-_OPTIONAL = ("bias", "class_weight", "token_weight", "cu_seqlens")
-_OF_CLASSES = ("bias", "class_weight")
+_OF_CLASSES = ("bias", "class_weight", "class_offset")
+_OPTIONAL = (*_OF_CLASSES, "token_weight", "cu_seqlens")
 _INTEGERS = ("labels", "teacher_ids", "ids", "positives", "cu_seqlens")
-_NUMBERS = ("bias", "class_weight", "token_weight")
+_NUMBERS = (*_OF_CLASSES, "token_weight")
 _OF_TOKENS = ("labels", "temperature", "token_weight")
 _OF_TEACHERS = ("teacher_ids", "teacher_probs", "ids")
 
@@ -192,7 +192,7 @@ def layer_of(
     named: bool = False,
     **of_spec: Any,
 ) -> tuple[Layer, tuple[jax.Array, ...]]:
-    """`arrays`: hidden, weight, target, and bias, class weights, a temperature and a teacher's where there are any."""
+    """`arrays`: hidden, weight, target, and bias, class weights and offsets, a temperature and a teacher's where there are any."""
     hidden, weight = arrays["hidden"], arrays["weight"]
     ranks = 1 if axis_name is None else _sharded.ranks_of(axis_name)
     if axis_name is not None:
@@ -213,6 +213,8 @@ def layer_of(
         )
     options = spec_text(outputs, teacher_top_k=top_k, **of_spec)
     read_back = ("logprobs",) if of_spec.get("dft") else ()
+    if "class_offset" in arrays:
+        arrays["class_offset"] = arrays["class_offset"].astype(jnp.float32)
     if "class_weight" in arrays:
         arrays["class_weight"] = arrays["class_weight"].astype(jnp.float32)
         if axis_name is not None:

@@ -23,6 +23,7 @@ _SHARED = {
     "weight": ("classes", "depth"),
     "bias": ("classes",),
     "class_weight": ("classes",),
+    "class_offset": ("classes",),
     "grad_weight": ("classes", "depth"),
     "grad_bias": ("classes",),
 }
