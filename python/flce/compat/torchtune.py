@@ -25,7 +25,7 @@ class LinearCrossEntropyLoss(nn.Module):
         num_output_chunks: into how many parts tokens are divided where the output layer is called as a module (see `forward`); kernels need
             none.
         tp_enabled: the output layer's weight is a DTensor whose rows lie over ranks (`patch_tp_plan`). It may also be set later.
-        mask_ignored_tokens: taken; ignored rows never cost a thing.
+        mask_ignored_tokens: taken, and changes nothing: ignored rows have no loss either way, and on a GPU cost nothing.
     """
 
     def __init__(
