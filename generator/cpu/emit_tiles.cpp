@@ -174,7 +174,10 @@ Value* logit_gradient(FunctionBuilder& f, const LogitTracer& tracer, const GradR
     const auto traced = tracer.at(row, column, g.temperature);
     Value* z = traced.logit.value(f, lanes);
     Value* p = emit_exp(f, ir.CreateFSub(z, g.lse), lanes);
-    Value* scale = tracer.spec.outputs.entropy ? f.multiply_add(g.b, not_below(f, z), g.a) : g.a;
+    // A logit whose probability is 0 may be −inf, of which no share is taken.
+    Value* zero = f.float_splat(0.F, lanes);
+    Value* shared = ir.CreateSelect(ir.CreateFCmpUNE(p, zero), z, zero);
+    Value* scale = tracer.spec.outputs.entropy ? f.multiply_add(g.b, shared, g.a) : g.a;
     Value* dz = ir.CreateFMul(p, scale);
     if (tracer.spec.label_smoothing > 0) {
         Value* c = tracer.spec.class_weight ? f.load_float(f.at(f.arg(6), column, 4), DType::fp32, lanes) : f.float_splat(1.F, lanes);
@@ -182,7 +185,7 @@ Value* logit_gradient(FunctionBuilder& f, const LogitTracer& tracer, const GradR
     }
     Value* ids = ir.CreateAdd(f.splat(ir.CreateTrunc(ir.CreateAdd(column, f.arg(9)), ir.getInt32Ty()), lanes),
                               ir.CreateStepVector(f.int_type(32, lanes)));
-    dz = ir.CreateFSub(dz, ir.CreateSelect(ir.CreateICmpEQ(ids, g.target), g.t, f.float_splat(0.F, lanes)));
+    dz = ir.CreateFSub(dz, ir.CreateSelect(ir.CreateICmpEQ(ids, g.target), g.t, zero));
     if (!traced.derivative.is_constant()) dz = ir.CreateFMul(dz, traced.derivative.value(f, lanes));
     return dz;
 }

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 
 import flce
 
@@ -68,3 +69,48 @@ def test_a_label_that_is_left_out_has_an_infinite_loss(device: str) -> None:
     target[5] = 7
     losses = flce.linear_cross_entropy(hidden, weight, target, bias=bias, reduction="none")
     assert losses[5] == math.inf and losses.isfinite().sum() == N - 1
+
+
+@pytest.mark.parametrize("function", ["linear_cross_entropy", "linear_logprobs_at", "support"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_classes_that_are_left_out_take_no_share_of_an_entropys_gradient(device: str, dtype: torch.dtype, function: str) -> None:
+    generator = torch.Generator().manual_seed(3)
+    hidden, weight = (torch.randn(shape, generator=generator).to(device, dtype).requires_grad_() for shape in ((N, D), (V, D)))
+    ids = torch.randint(0, 40, (N, 5), generator=generator).to(device)
+    offsets = torch.zeros(V, device=device)
+    offsets[30:] = -math.inf
+
+    def gradients(upstream: float) -> tuple[Tensor, ...]:
+        options: dict[str, Any] = {"class_offset": offsets, "return_entropy": True}
+        if function == "linear_cross_entropy":
+            entropy = flce.linear_cross_entropy(hidden, weight, ids[:, 0] % 30, **options)[1]
+        else:
+            ids[:, 0] %= 30
+            options["normalize"] = "support" if function == "support" else "vocabulary"
+            entropy = flce.linear_logprobs_at(hidden, weight, ids, **options)[1]
+        return torch.autograd.grad(entropy.sum() * upstream, (hidden, weight))
+
+    for small, large in zip(gradients(1.0), gradients(2.0**40), strict=True):
+        assert small.any()
+        torch.testing.assert_close(large.double(), small.double() * 2.0**40, rtol=0.02, atol=2.0**40 * 1e-5)
+
+
+@pytest.mark.parametrize("classes", [96, 101])
+def test_smoothing_over_a_last_class_that_is_left_out_is_infinite(device: str, classes: int) -> None:
+    hidden, weight = (torch.randn(shape, device=device) for shape in ((N, D), (classes, D)))
+    offsets = torch.zeros(classes, device=device)
+    offsets[-1] = -math.inf
+    loss = flce.linear_cross_entropy(
+        hidden, weight, torch.zeros(N, dtype=torch.int64, device=device), class_offset=offsets, label_smoothing=0.1
+    )
+    assert loss == math.inf
+
+
+@pytest.mark.parametrize("name", ["class_weight", "class_offset", "token_weight"])
+def test_tangents_of_numbers_without_a_gradient_are_refused(device: str, name: str) -> None:
+    hidden, weight = (torch.randn(shape, device=device) for shape in ((N, D), (V, D)))
+    numbers = torch.ones(N if name == "token_weight" else V, device=device)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(numbers, torch.ones_like(numbers))
+        with pytest.raises(flce.UnsupportedTransformError, match=f"{name} has a forward-mode tangent"):
+            flce.linear_cross_entropy(hidden, weight, torch.zeros(N, dtype=torch.int64, device=device), **{name: dual})

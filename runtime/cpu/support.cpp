@@ -252,7 +252,8 @@ private:
         const float logprob = call_.pointer<const float>(Slot::teacher_logprobs)[place];
         const float slope = slope_of_class(logit_slope(spec_), logprob, lse, temperature, call_.class_offset(column));
         const float probability = call_.pointer<const float>(Slot::teacher_probs)[place];
-        const float of_all = std::exp(logprob) * (of_row.a + of_row.b * std::max(logprob + lse, farthest_below()));
+        const float p = std::exp(logprob);
+        const float of_all = p * (of_row.a + of_row.b * logit_of_share(p, logprob + lse));
         return (of_all - weight * probability) * (slope / temperature);
     }
 

@@ -144,11 +144,11 @@ __device__ __forceinline__ void add_weighted(const ForwardParams& p, const Place
             const int column = first_column + place.column(j, e);
             float weight = 1.f;
             if constexpr (Problem::class_weight) weight = p.class_weight[kRagged ? min(column, end - 1) : column];
-            if (kRagged && column >= end) weight = 0.f;
+            const bool there = !kRagged || column < end;  // behind the end are copies of the last column, which may be −inf
 #pragma unroll
             for (int i = 0; i < kPieces; ++i)
 #pragma unroll
-                for (int h = 0; h < 2; ++h) weighted[i][h] += weight * c[i][j][2 * h + e];
+                for (int h = 0; h < 2; ++h) weighted[i][h] += weight * (there ? c[i][j][2 * h + e] : 0.f);
         }
     }
 }
@@ -317,7 +317,8 @@ struct GradientRow {
         Logit z = Problem::transform(x, p.transform);
         if constexpr (Problem::class_offset) z.value += ptx::ld_global_f32(p.class_offset + min(column, p.columns - 1));
         z.value = tempering.divided(z.value);
-        float dz = above_lse.exp(z.value) * (Problem::entropy ? a + b * fmaxf(z.value, farthest_below()) : a);
+        const float p_j = above_lse.exp(z.value);
+        float dz = p_j * (Problem::entropy ? a + b * logit_of_share(p_j, z.value) : a);
         if (is_target) dz -= t;
         if constexpr (Problem::label_smoothing) {
             float weight = 1.f;

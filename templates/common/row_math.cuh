@@ -145,6 +145,10 @@ FLCE_HOST_DEVICE float slope_of_class(const LogitSlope& s, float logprob, float 
     return fabsf(t) + lost < 1.f ? (1.f - t * t) * s.scale : 0.f;
 }
 
+/// Logit by which a probability's gradient is multiplied where entropies are differentiated. It does not matter where the probability is 0,
+/// and may be −inf there.
+FLCE_HOST_DEVICE float logit_of_share(float probability, float logit) { return probability != 0.f ? logit : 0.f; }
+
 /// dz_j = p_j·(a + b·z_j) − t·[j = y] − s·c_j: every option and every differentiable output in four numbers a token. A
 /// teacher takes teacher_weight times a class's probabilities off at the classes that it names.
 struct RowCoefficients {

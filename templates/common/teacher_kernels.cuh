@@ -229,7 +229,8 @@ __device__ __forceinline__ void teacher_dlogits(const TeacherRowsParams& p) {
     Element* const dlogits = static_cast<Element*>(p.dlogits) + row * p.ld;
     named.for_each(p.teacher, first, found, [&](int k, int column, float probability) {
         const float logprob = p.teacher.logprobs[first + k];
-        float dz = ::expf(logprob) * (Problem::entropy ? c.x + c.y * fmaxf(logprob + target.lse, farthest_below()) : c.x);
+        const float p_k = ::expf(logprob);
+        float dz = p_k * (Problem::entropy ? c.x + c.y * logit_of_share(p_k, logprob + target.lse) : c.x);
         if (target.target - p.first_column == column) dz -= c.z;
         if constexpr (Problem::label_smoothing) dz -= c.w;
         const float offset = offset_of<Problem>(p.class_offset, p.first_column + column);

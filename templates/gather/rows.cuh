@@ -54,7 +54,8 @@ template <class Problem>
 __device__ __forceinline__ float dz_of_place(const GatherHiddenParams& p, int row, long long place, int id, const RowTarget& target) {
     const float4 c = static_cast<const float4*>(p.coefficients)[row];
     const float logprob = p.teacher.logprobs[place];
-    const float dz = ::expf(logprob) * (Problem::entropy ? c.x + c.y * fmaxf(logprob + target.lse, farthest_below()) : c.x);
+    const float p_k = ::expf(logprob);
+    const float dz = p_k * (Problem::entropy ? c.x + c.y * logit_of_share(p_k, logprob + target.lse) : c.x);
     return (dz - __fmul_rn(p.row_weights[row], p.teacher.probs[place])) *
            slope_in_row<Problem>(p, row, logprob, target.lse, offset_of<Problem>(p.class_offset, id));
 }

@@ -43,6 +43,8 @@ def check_inputs(hidden: Tensor, weight: Tensor, target: Tensor, of_classes: Map
     for name, numbers_of in of_classes.items():
         if numbers_of is not None:
             check_classes(name, numbers_of, weight_shape[0], device)
+            if name in _WITHOUT_GRADIENT:
+                refuse_tangent(name, numbers_of)
             if name in _WITHOUT_GRADIENT and numbers_of.requires_grad:
                 raise errors.ArgumentError(f"{name} requires a gradient; it has none here, {_WITHOUT_GRADIENT[name]}")
 
@@ -169,6 +171,7 @@ def check_token_weight(given: Tensor | None, reduction: Any, target: Tensor) -> 
     if given.dtype.is_complex:
         raise errors.DTypeError(f"token_weight has dtype {given.dtype}; it must be real")
     _check_row_numbers("token_weight", given, target)
+    refuse_tangent("token_weight", given)
     if given.requires_grad:
         raise errors.ArgumentError(
             "token_weight requires a gradient; it has none here: multiply the losses of reduction='none' by it instead, or detach it"
