@@ -49,7 +49,7 @@ __device__ __forceinline__ unsigned sum_upto(unsigned mine, unsigned* of_warps, 
     return upto;
 }
 
-/// Makes of a bin's counts, block by block, the sums of those before, and their total. A block has a bin.
+/// Replaces a bin's counts by their sums over the blocks before, and leaves the bin's total. A block has a bin.
 template <class Problem>
 __device__ __forceinline__ void sort_sums(const GatherSortParams& p) {
     __shared__ unsigned of_warps[kRowThreads / 32];
