@@ -43,8 +43,9 @@ CallRequests call_requests(const Spec& spec, const Device& device, const KernelO
     const std::int64_t most = round_down_to_step(room);
     if (room < call.scratch_bytes) call.scratch_bytes = most;
     const PlanRequest first = shared(normalized, device, call);
-    if (options.scratch_bytes != 0 || std::min(most, kMostUsefulScratch) <= call.scratch_bytes) return {first, first};
-    call.scratch_bytes = std::min(most, kMostUsefulScratch);
+    const std::int64_t wide = std::min(most, most_useful_scratch(call.num_tokens));
+    if (options.scratch_bytes != 0 || wide <= call.scratch_bytes) return {first, first};
+    call.scratch_bytes = wide;
     return {first, shared(normalized, device, call)};
 }
 

@@ -9,9 +9,8 @@ namespace flce {
 /// alike.
 struct CallRequests {
     PlanRequest first;  ///< scratch as the options have it, less where the limit leaves less
-    PlanRequest
-        wide;  ///< for a layer that retains nothing, and for a divergence: scratch as large as the limit allows and is of use. Equal
-               ///< to `first` where that is no more
+    PlanRequest wide;   ///< scratch as large as the limit allows and is of use, where that is more: for a layer that retains nothing, for
+                        ///< a divergence, and where it gains more than as many bytes of retained exponentials
     friend bool operator==(const CallRequests&, const CallRequests&) = default;
 };
 

@@ -58,44 +58,10 @@ private:
                 estimate_backward(q_.spec, modelled_device_, plan, q_.num_tokens, kept.part)};
     }
 
-    /// Bytes that keeping a whole vocabulary takes: fp32 logits on a CPU, exponentials of the spec's dtype on a GPU.
-    [[nodiscard]] double whole_bytes(const Plan& plan) const {
-        return static_cast<double>(q_.num_tokens) * static_cast<double>(q_.spec.vocab_size) *
-               static_cast<double>(retained_logit_bytes(q_.spec, plan));
-    }
-
-    /// Part that grad_weight's memory holds.
-    [[nodiscard]] KeptPart lent(const Plan& plan) const {
-        if (!retains(plan) || has_teacher_head(q_.spec) || q_.spec.support) return {};  // nothing is lent to them
-        const double part = lendable_part(q_.spec, q_.num_tokens);                      // in elements of the spec's dtype
-        return {plan.path == PlanPath::cpu ? std::min(1.0, lendable_of_fp32()) : part, 0};
-    }
-
-    [[nodiscard]] double lendable_of_fp32() const {
-        if (!may_lend_grad_weight(q_.spec) || q_.num_tokens <= 0) return 0;
-        return static_cast<double>(q_.spec.hidden_size) * static_cast<double>(element_bytes(q_.spec.grad_weight_dtype)) /
-               (4.0 * static_cast<double>(q_.num_tokens));
-    }
-
-    /// Part that at most `bytes` of own memory hold.
-    [[nodiscard]] KeptPart own(const Plan& plan, double bytes) const {
-        const double whole = retains(plan) ? whole_bytes(plan) : 0;
-        if (whole <= 0 || bytes <= 0) return {};
-        const double kept = std::min(bytes, whole);
-        return {kept / whole, static_cast<std::int64_t>(std::min(kept, 0x1p62))};
-    }
-
-    /// Part that Kernel::choose_retained keeps, from bounds.
-    [[nodiscard]] KeptPart automatic(const Plan& plan) const {
-        if (!retains(plan)) return {};
-        const double grad_weight_bytes = static_cast<double>(q_.spec.vocab_size) * static_cast<double>(q_.spec.hidden_size) *
-                                         static_cast<double>(element_bytes(q_.spec.grad_weight_dtype));
-        const RetainedRoom room{.most = static_cast<std::size_t>(std::min(whole_bytes(plan), 0x1p62)),
-                                .lendable = lent(plan).part > 0 ? static_cast<std::size_t>(grad_weight_bytes) : 0,
-                                .workspace = static_cast<std::size_t>(workspace_bound(plan))};
-        const Retained chosen = choose_retained(q_.spec, plan, q_.num_tokens, room, {.workspace_limit_bytes = q_.workspace_limit_bytes});
-        if (chosen.place == RetainedPlace::grad_weight) return lent(plan);
-        return own(plan, static_cast<double>(chosen.bytes));
+    /// Eighths of a whole vocabulary, in memory of their own.
+    [[nodiscard]] KeptPart own_eighths(const Plan& plan, int eighths) const {
+        const KeptPart whole = own_part(q_.spec, plan, q_.num_tokens, 0x1p62);
+        return own_part(q_.spec, plan, q_.num_tokens, eighths / 8.0 * static_cast<double>(whole.bytes));
     }
 
     [[nodiscard]] KeptPart asked(const Plan& plan) const {
@@ -105,17 +71,17 @@ private:
         }
         switch (q_.keep) {
             case Keep::nothing: break;
-            case Keep::automatic: return automatic(plan);
-            case Keep::all: return own(plan, 0x1p62);
-            case Keep::bytes: return own(plan, static_cast<double>(q_.keep_bytes));
+            case Keep::automatic: return kept_by_default(q_.spec, plan, q_.num_tokens, workspace, q_.workspace_limit_bytes);
+            case Keep::all: return own_part(q_.spec, plan, q_.num_tokens, 0x1p62);
+            case Keep::bytes: return own_part(q_.spec, plan, q_.num_tokens, static_cast<double>(q_.keep_bytes));
             case Keep::grad_weight:
-                if (lent(plan).part == 0 && q_.num_tokens > 0) {
+                if (lent_part(q_.spec, plan, q_.num_tokens).part == 0 && q_.num_tokens > 0) {
                     throw ArgumentError(
                         fmt::format("nothing can be kept in the memory of grad_weight with {} (the plan has to retain, the gradient to be "
                                     "written, not accumulated into, vocab_major)",
                                     plan.text()));
                 }
-                return lent(plan);
+                return lent_part(q_.spec, plan, q_.num_tokens);
         }
         return {};
     }
@@ -144,17 +110,17 @@ private:
     /// Powers of two of scratch, keeping as much as needs no more memory; then memory of its own for eighths of the largest part.
     [[nodiscard]] std::vector<CallPoint> points(const Plan& call) {
         std::vector<CallPoint> all;
-        for (std::int64_t scratch = 1 << 20; scratch <= kMostUsefulScratch; scratch *= 2) {
+        for (std::int64_t scratch = 1 << 20; scratch <= most_useful_scratch(q_.num_tokens); scratch *= 2) {
             if (const auto plan = plan_with(call, scratch))
-                all.push_back(point(*plan, q_.keep == Keep::nothing ? KeptPart{} : lent(*plan)));
+                all.push_back(point(*plan, q_.keep == Keep::nothing ? KeptPart{} : lent_part(q_.spec, *plan, q_.num_tokens)));
         }
         if (q_.keep == Keep::nothing || q_.keep == Keep::grad_weight) return all;
         const auto plan = plan_with(call, q_.scratch_bytes);
         if (!plan || !retains(*plan)) return all;
-        for (int eighths = 1; eighths < 8; ++eighths) all.push_back(point(*plan, own(*plan, eighths / 8.0 * whole_bytes(*plan))));
+        for (int eighths = 1; eighths < 8; ++eighths) all.push_back(point(*plan, own_eighths(*plan, eighths)));
         const KernelOptions roomy{.plan = q_.plan, .workspace_limit_bytes = kAllMemory, .num_tokens = q_.num_tokens};
         const Plan most = session_.choose_plan(q_.spec, q_.device, roomy).plan;
-        all.push_back(point(most, own(most, whole_bytes(most))));
+        all.push_back(point(most, own_part(q_.spec, most, q_.num_tokens, 0x1p62)));
         return all;
     }
 

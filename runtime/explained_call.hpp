@@ -9,6 +9,7 @@
 
 #include "flce/flce.hpp"
 #include "runtime/plan_choice.hpp"
+#include "runtime/retained_choice.hpp"
 
 namespace flce {
 
@@ -26,12 +27,6 @@ struct CallQuestion {
     std::int64_t workspace_limit_bytes = 0;  ///< limit on everything beyond inputs and gradients; 0: none
     Keep keep = Keep::automatic;
     std::int64_t keep_bytes = 0;  ///< most bytes to keep, with Keep::bytes
-};
-
-/// Values that forward leaves to backward: exponentials on a GPU, logits on a CPU.
-struct KeptPart {
-    double part = 0;         ///< part of the vocabulary
-    std::int64_t bytes = 0;  ///< bytes beside grad_weight's memory
 };
 
 /// A plan, the memory of a call, and what the cost model expects of it.

@@ -25,6 +25,16 @@ std::size_t left_by_limit(const RetainedRoom& room, std::int64_t workspace_limit
     return limit > room.workspace ? std::min(room.most, (limit - room.workspace) / kAlignment * kAlignment) : 0;
 }
 
+/// Bytes that keeping a whole vocabulary takes: fp32 logits on a CPU, exponentials of the spec's dtype on a GPU.
+double whole_bytes(const Spec& spec, const Plan& plan, std::int64_t num_tokens) {
+    return static_cast<double>(num_tokens) * static_cast<double>(spec.vocab_size) * static_cast<double>(retained_logit_bytes(spec, plan));
+}
+
+double grad_weight_bytes(const Spec& spec) {
+    return static_cast<double>(spec.vocab_size) * static_cast<double>(spec.hidden_size) *
+           static_cast<double>(element_bytes(spec.grad_weight_dtype));
+}
+
 }  // namespace
 
 Retained choose_retained(const Spec& spec, const Plan& plan, std::int64_t num_tokens, const RetainedRoom& room,
@@ -43,6 +53,31 @@ Retained choose_retained(const Spec& spec, const Plan& plan, std::int64_t num_to
     const bool hides_sum = is_shard(spec) && plan.path != PlanPath::cpu && own == room.most;
     if (lendable > 0 && !own_holds_more && !hides_sum) return {nullptr, lendable, RetainedPlace::grad_weight};
     return {nullptr, own, RetainedPlace::own};
+}
+
+KeptPart lent_part(const Spec& spec, const Plan& plan, std::int64_t num_tokens) {
+    if (!retains(plan) || has_teacher_head(spec) || spec.support) return {};      // nothing is lent to them
+    if (plan.path != PlanPath::cpu) return {lendable_part(spec, num_tokens), 0};  // in elements of the spec's dtype
+    if (!may_lend_grad_weight(spec) || num_tokens <= 0) return {};
+    return {std::min(1.0, grad_weight_bytes(spec) / whole_bytes(spec, plan, num_tokens)), 0};
+}
+
+KeptPart own_part(const Spec& spec, const Plan& plan, std::int64_t num_tokens, double bytes) {
+    const double whole = retains(plan) ? whole_bytes(spec, plan, num_tokens) : 0;
+    if (whole <= 0 || bytes <= 0) return {};
+    const double kept = std::min(bytes, whole);
+    return {kept / whole, static_cast<std::int64_t>(std::min(kept, 0x1p62))};
+}
+
+KeptPart kept_by_default(const Spec& spec, const Plan& plan, std::int64_t num_tokens, std::int64_t workspace_bytes,
+                         std::int64_t workspace_limit_bytes) {
+    if (!retains(plan)) return {};
+    const KeptPart lent = lent_part(spec, plan, num_tokens);
+    const RetainedRoom room{.most = static_cast<std::size_t>(std::min(whole_bytes(spec, plan, num_tokens), 0x1p62)),
+                            .lendable = lent.part > 0 ? static_cast<std::size_t>(grad_weight_bytes(spec)) : 0,
+                            .workspace = static_cast<std::size_t>(workspace_bytes)};
+    const Retained chosen = choose_retained(spec, plan, num_tokens, room, {.workspace_limit_bytes = workspace_limit_bytes});
+    return chosen.place == RetainedPlace::grad_weight ? lent : own_part(spec, plan, num_tokens, static_cast<double>(chosen.bytes));
 }
 
 }  // namespace flce

@@ -12,6 +12,12 @@
 
 namespace flce {
 
+std::int64_t most_useful_scratch(std::int64_t num_tokens) {
+    constexpr std::int64_t kOfAny = 256LL << 20;
+    constexpr std::int64_t kOfToken = 4096 * 2;  // columns of two bytes
+    return std::max(kOfAny, kOfToken * token_bucket(num_tokens));
+}
+
 std::int64_t round_down_to_step(std::int64_t bytes) {
     const auto power = static_cast<std::int64_t>(std::bit_floor(static_cast<std::uint64_t>(bytes)));
     return bytes - power >= power / 2 ? power + power / 2 : power;
@@ -72,7 +78,7 @@ std::vector<std::int64_t> representative_tokens(const Spec& spec, std::int64_t w
             tokens.push_back(last);
             if (workspace_of_tokens(spec, last + 1)) tokens.push_back(last + 1);  // a possible number of tokens
         };
-        const std::int64_t most = std::max(scratch_bytes, kMostUsefulScratch);
+        const std::int64_t most = std::max(scratch_bytes, most_useful_scratch(buckets.back()));
         for (std::int64_t step = round_down_to_step(std::min(most, workspace_limit_bytes)); step > 1; step = round_down_to_step(step - 1))
             add(step);
         add(scratch_bytes);

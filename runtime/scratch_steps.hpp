@@ -12,7 +12,9 @@
 
 namespace flce {
 
-inline constexpr std::int64_t kMostUsefulScratch = 256LL << 20;    ///< chunks that are wider gain nothing
+/// Scratch beyond which wider chunks gain nothing: a sum of grad_hidden is gone through once a chunk, whose columns become fewer where
+/// tokens are many.
+[[nodiscard]] std::int64_t most_useful_scratch(std::int64_t num_tokens);
 inline constexpr std::int64_t kAllMemory = std::int64_t{1} << 40;  ///< limit for as much memory as there is a use for
 
 /// The largest of 1, 1½, 2, 3, 4, 6, … that is no more than `bytes`, which is positive.
@@ -32,7 +34,7 @@ inline constexpr std::int64_t kAllMemory = std::int64_t{1} << 40;  ///< limit fo
 [[nodiscard]] std::string limit_too_small(std::int64_t workspace_limit_bytes, std::int64_t smallest_bytes, std::string_view what);
 
 /// Numbers of tokens that stand for all: every other has the token bucket of one of them, and with a limit (0: none) the step of its room
-/// too, where that is not beyond both `scratch_bytes` and kMostUsefulScratch. Ascending, from 0, which stands for "not known".
+/// too, where that is not beyond both `scratch_bytes` and most_useful_scratch. Ascending, from 0, which stands for "not known".
 [[nodiscard]] std::vector<std::int64_t> representative_tokens(const Spec& spec, std::int64_t workspace_limit_bytes,
                                                               std::int64_t scratch_bytes);
 

@@ -18,6 +18,7 @@
 #include "runtime/first_use.hpp"
 #include "runtime/plan_choice.hpp"
 #include "runtime/prewarm_command.hpp"
+#include "runtime/retained_choice.hpp"
 #include "runtime/scratch_steps.hpp"
 
 namespace flce {
@@ -72,6 +73,9 @@ struct KernelKeyHash {
 };
 
 // Request of a call that its plan answers, and the answer.
+/// Share of another plan's expected time that is worth its memory, by a cost model that is a few per cent off.
+constexpr double kClearlyLess = 0.9;
+
 struct ChosenPlan {
     PlanRequest request;
     PlanAnswer answer;
@@ -181,6 +185,16 @@ struct Session::State {
         return !backends.has_cublaslt(why);
     }
 
+    /// Seconds of forward and backward with the part that is retained by default, by the cost model.
+    [[nodiscard]] static double modelled_seconds(const Spec& normalized, const Device& device, const ChosenPlan& chosen) {
+        const Plan& plan = chosen.answer.plan;
+        const std::int64_t tokens = token_bucket(chosen.request.num_tokens);
+        const std::int64_t workspace = plan.scratch_bytes + workspace_of_tokens(normalized, tokens).value_or(0);
+        const double part = kept_by_default(normalized, plan, tokens, workspace, chosen.request.workspace_limit_bytes).part;
+        return estimate_forward(normalized, device, plan, tokens, part).seconds +
+               estimate_backward(normalized, device, plan, tokens, part).seconds;
+    }
+
     /// The plan of a call, for get_kernel, prewarm and its check, and explanations alike. Where the first request's plan retains nothing,
     /// what the limit leaves is scratch.
     [[nodiscard]] ChosenPlan choose(const Spec& normalized, const Device& device, std::string_view plan, const CallRequests& requests) {
@@ -196,9 +210,12 @@ struct Session::State {
             return chosen;
         };
         ChosenPlan first = answer(requests.first);
+        if (requests.wide == requests.first) return first;
         // A divergence gains more from scratch than from as many bytes of retained logits.
-        const bool narrow = retains(first.answer.plan) && !has_teacher_head(normalized);
-        return requests.wide == requests.first || narrow ? first : answer(requests.wide);
+        if (!retains(first.answer.plan) || has_teacher_head(normalized)) return answer(requests.wide);
+        if (device.kind != DeviceKind::cuda) return first;
+        ChosenPlan wide = answer(requests.wide);
+        return modelled_seconds(normalized, device, wide) < kClearlyLess * modelled_seconds(normalized, device, first) ? wide : first;
     }
 
     [[nodiscard]] BuildRequest build_request(const Spec& normalized, const Device& device, DeviceRef ref, const std::string& plan,

@@ -24,6 +24,7 @@ from flce.parallel import _blocks, _parallel
 _REDUCTIONS = ("none", "sum", "mean")
 _VALUES = ("dtype", "documents_per_block", "scale", "reduction", "negatives")  # arguments that ranks tell each other as numbers
 _MOST_NEGATIVES = 1023  # beside a positive
+_SCRATCH_BYTES = 64 << 20  # scratch of a call without a limit
 _SAID_OF = {
     "queries": "has {} rows",
     "D": "is {} long",
@@ -79,7 +80,8 @@ def info_nce(
             rank's gradients are those of its own embeddings: where parameters' gradients are averaged over ranks afterwards (DDP), multiply
             the loss by the number of ranks. In eager mode.
         workspace_limit_bytes, retain_in_grad_weight, batch_invariant: as in `linear_cross_entropy`, whose weight is documents. With
-            symmetric each of the two losses has this limit.
+            symmetric each of the two losses has this limit. None: 64 MiB beside an fp32 copy of all ranks' queries, and on a GPU 8 KiB for
+            each of more than 8192 queries in its place.
         documents_per_block: for the same bits of loss and gradients on every number of ranks, a block's number of documents, of which each
             rank has a multiple (and of queries, with symmetric). The whole batch, its order and this number have to be the same; one
             process without process_group counts as a rank. Each block is a kernel call of its own, queries' gradient takes 12 bytes for
@@ -267,6 +269,8 @@ class _Way(NamedTuple):
             return _blocks.cross_entropy(rows, classes, target, scale, blocks, of_call, self.columns)
         if isinstance(scale, Tensor):
             options["temperature"] = (1 / _number_of(scale)).expand(target.shape)
+        if options["workspace_limit_bytes"] is None and rows.is_cuda:
+            options["workspace_limit_bytes"] = _enough_bytes(target.shape[0], rows.shape[1])
         loss: Tensor = functional.linear_cross_entropy(rows, classes, target, **options, **there.over)
         return loss
 
@@ -297,6 +301,13 @@ class _Way(NamedTuple):
         counts = counts & (positives >= 0) & (positives < documents)
         total: Tensor = losses.sum() / (counts.sum().clamp(min=1) if reduction == "mean" else 1)
         return total
+
+
+def _enough_bytes(count: int, columns: int) -> int | None:
+    """The fp32 sum of `count` queries' gradient, and 4096 of their scores at a time: narrower chunks go through that sum too often. None: a
+    call's own limit has them."""
+    scores = int(count) * 4096 * 2
+    return None if scores <= _SCRATCH_BYTES else scores + int(count) * (4 * columns + 8)
 
 
 def _of_one_document(rows: Tensor, classes: Tensor, target: Tensor, reduction: str) -> Tensor:
