@@ -59,11 +59,17 @@ struct RowOutputsParams : OutputsParams {
 
 enum : int { kMostLtSplits = 6 };  ///< parts of a stretch that cuda_lt reduces apart
 
-/// Lists of classes that become outputs, or a shard's partial sums.
+/// Classes of rows' largest logits that become outputs, or a shard's partial sums. They come from lists, or from all logits of the launch's
+/// columns, and with them those that have been kept of columns before.
 struct TopClassesParams {
-    const void* keys;        ///< [splits][partial_rows] lists
-    const TopState* states;  ///< [splits][partial_rows]
-    const float* partials;   ///< partials of ForwardParams
+    const void* keys;    ///< [splits][partial_rows] lists of TopEntry
+    TopState* states;    ///< [splits][partial_rows]; their counts are 0 afterwards, where further columns follow
+    const float* dense;  ///< [rows][kDenseTopColumns] logits in the place of lists, from class 0 on; null: there are lists
+    void* kept;          ///< [rows][TopCollected::kMostKept] TopEntry, from and for launches over other columns
+    TopState* bounds;    ///< [rows]: states that lists over the columns behind begin with, and the numbers of kept entries
+    float* running;      ///< sums of all columns so far, one part; null: these are all columns
+    long long running_rows;
+    const float* partials;  ///< partials of ForwardParams
     const PassScalars* scalars;
     TargetParams targets;
     RowList list;
@@ -76,7 +82,9 @@ struct TopClassesParams {
     int rows;
     int splits;
     int first_field;  ///< ShardFields::top_logits
-    int unused;
+    int dense_columns;
+    int kept_before;  ///< whether there are kept classes, and running sums
+    int last;         ///< whether these are the last columns
 };
 
 /// Outputs of rows whose divergence from a teacher has been summed up.

@@ -16,19 +16,21 @@ enum : int {
     kFallSteepness = 5,  // number of Falls' steepness
     kRetainedShift = 9,  // retained exponentials lie in blocks of this many columns of the vocabulary
     kRetainedColumns = 1 << kRetainedShift,
-    kPaceCounters = 64,     // counters of a Pace
-    kMostTailTiles = 128,   // most tiles of TailParts: fewer than clusters
-    kChunkKinds = 3,        ///< kinds of tiles of a chunk: dlogits, grad_hidden, grad_weight
-    kRowThreads = 256,      ///< block of the kernels over rows
-    kOutputRows = 64,       ///< rows of a block of row_outputs: several threads merge what forward has found for one
-    kOutputThreads = 512,   ///< threads of a block of row_outputs
-    kRowOutputs = 6,        ///< loss, z_loss, lse, logprobs, entropy, log_sum_sq_probs
-    kListedClasses = 256,   ///< classes of a row that NamedClasses lists
-    kTeacherColumns = 256,  ///< columns of a block of teacher_bias
-    kTaughtRows = 32,       ///< rows of a block of row_coefficients, where rows have a teacher and several blocks
-    kReduceThreads = 1024,  ///< block of the kernels that reduce everything in one block
-    kSmoothingParts = 264,  ///< stretches that smoothing_sums adds up for themselves
-    kBiasColumns = 128,     ///< columns of a block of retained_bias
+    kPaceCounters = 64,       // counters of a Pace
+    kMostTailTiles = 128,     // most tiles of TailParts: fewer than clusters
+    kChunkKinds = 3,          ///< kinds of tiles of a chunk: dlogits, grad_hidden, grad_weight
+    kRowThreads = 256,        ///< block of the kernels over rows
+    kOutputRows = 64,         ///< rows of a block of row_outputs: several threads merge what forward has found for one
+    kOutputThreads = 512,     ///< threads of a block of row_outputs
+    kRowOutputs = 6,          ///< loss, z_loss, lse, logprobs, entropy, log_sum_sq_probs
+    kListedClasses = 256,     ///< classes of a row that NamedClasses lists
+    kTeacherColumns = 256,    ///< columns of a block of teacher_bias
+    kTaughtRows = 32,         ///< rows of a block of row_coefficients, where rows have a teacher and several blocks
+    kReduceThreads = 1024,    ///< block of the kernels that reduce everything in one block
+    kSmoothingParts = 264,    ///< stretches that smoothing_sums adds up for themselves
+    kTopThreads = 128,        ///< block of top_classes, whose warps have a row each
+    kDenseTopColumns = 1536,  ///< first columns of the vocabulary, whose logits are all looked at where a top_k's bounds follow from them
+    kBiasColumns = 128,       ///< columns of a block of retained_bias
     /// Products from which on a logit's own rounding is several times the error that rounded powers of two add (docs/numerics.md).
     kLongSum = 512,
 };
@@ -127,10 +129,10 @@ struct ForwardParams {
     float transform[kMaxTransformParameters];
 };
 
-/// State of a list of the classes of a row's largest logits. All 0 where nothing has come to the list.
+/// State of a list of the classes of a row's largest logits.
 struct TopState {
-    float least;  ///< logits below are not among the largest, where the list has been narrowed
-    int count;    ///< number of keys, and a bit for a list that has been narrowed
+    float least;  ///< further logits up to it are not among the largest; NaN: it is not known of any
+    int count;    ///< number of entries
 };
 
 /// Class-weight totals, for a mean's backward the divisors, and the list of rows.

@@ -35,6 +35,7 @@ struct PlainProblem {
     enum : bool { temperature = false };                 ///< a row's logits are divided by a number of its own
     enum : bool { top1 = false };                        ///< RowSums::top1 is wanted
     enum : int { top_k = 0 };                            ///< classes of the largest logits that are wanted
+    enum : bool { stretches = false };                   ///< a launch of forward may compute some columns of the vocabulary
     enum : bool { square_sum = false };                  ///< RowSums::exp_sq_sum is wanted
     enum : bool { stores_derivative = false };           ///< retained exponentials are multiplied by the logits' derivative
     enum : bool { teacher = false };                     ///< rows have classes that a teacher names
@@ -149,9 +150,11 @@ __device__ __forceinline__ int vocab_columns(const Params& p) {
 /// The columns of the vocabulary that a launch of forward computes, and the first of them.
 template <class Problem>
 using ForwardParamsOf = Select<Problem::rounds_weight, ForwardStretchParams, ForwardParams>;
+template <class Problem>
+constexpr bool kStretches = Problem::rounds_weight || Problem::stretches;
 template <class Problem, class Params>
 __device__ __forceinline__ int forward_columns(const Params& p) {
-    if constexpr (Problem::rounds_weight) {
+    if constexpr (kStretches<Problem>) {
         return p.columns;
     } else {
         return vocab_columns<Problem>(p);
@@ -159,7 +162,7 @@ __device__ __forceinline__ int forward_columns(const Params& p) {
 }
 template <class Problem, class Params>
 __device__ __forceinline__ int forward_first_column(const Params& p) {
-    if constexpr (Problem::rounds_weight) {
+    if constexpr (kStretches<Problem>) {
         return p.first_column;
     } else {
         return 0;

@@ -62,6 +62,26 @@ __device__ __forceinline__ float ld_global_f32(const float* address) {
 __device__ __forceinline__ void ld_global_v4(unsigned (&r)[4], const void* address) {
     asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];\n" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "l"(address) : "memory");
 }
+/// Stores without a branch, for where many of a thread's values may be stored, and few are.
+__device__ __forceinline__ void st_global_v2_if(bool stores, void* address, unsigned first, unsigned second) {
+    asm volatile("{\n.reg .pred p;\nsetp.ne.s32 p, %0, 0;\n@p st.global.v2.b32 [%1], {%2, %3};\n}\n" ::"r"(static_cast<int>(stores)),
+                 "l"(address), "r"(first), "r"(second)
+                 : "memory");
+}
+/// count + 1 where value is above limit.
+__device__ __forceinline__ void count_if_above(int& count, float value, float limit) {
+    asm volatile("{\n.reg .pred p;\nsetp.gt.f32 p, %1, %2;\n@p add.s32 %0, %0, 1;\n}\n" : "+r"(count) : "f"(value), "f"(limit));
+}
+/// Stores value and `beside` where value is above limit, and goes on to the next place. `offset`: bytes from `base`, which is the same in
+/// all threads.
+__device__ __forceinline__ void put_global_v2_if_above(void* base, unsigned& offset, float value, float limit, int beside) {
+    asm volatile(
+        "{\n.reg .pred p;\n.reg .b64 a;\nsetp.gt.f32 p, %1, %2;\ncvt.u64.u32 a, %0;\nadd.s64 a, a, %4;\n"
+        "@p st.global.v2.b32 [a], {%1, %3};\n@p add.u32 %0, %0, 8;\n}\n"
+        : "+r"(offset)
+        : "f"(value), "f"(limit), "r"(beside), "l"(base)
+        : "memory");
+}
 __device__ __forceinline__ void st_global_v4(void* address, const unsigned (&r)[4]) {
     asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};\n" ::"l"(address), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]) : "memory");
 }

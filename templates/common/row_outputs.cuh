@@ -141,6 +141,20 @@ __device__ __forceinline__ void add_part(RowSums& all, const RowSums& part) {
     if constexpr (Problem::top1) all.top1 = first_of_largest(all.max, all.top1, part.max, part.top1);
 }
 
+/// Merges a row's sums with those of the lane `lanes` away (a power of two): the lower lane's first in both, so that all get the same bits.
+template <class Problem>
+__device__ __forceinline__ RowSums merge_with_lane(const RowSums& mine, int lanes) {
+    RowSums other;
+    other.max = __shfl_xor_sync(0xffffffffu, mine.max, lanes);
+    other.exp_sum = __shfl_xor_sync(0xffffffffu, mine.exp_sum, lanes);
+    other.exp_z_sum = Problem::entropy ? __shfl_xor_sync(0xffffffffu, mine.exp_z_sum, lanes) : 0.f;
+    other.weighted_sum = Problem::label_smoothing ? __shfl_xor_sync(0xffffffffu, mine.weighted_sum, lanes) : 0.f;
+    other.target_logit = -infinity();
+    other.exp_sq_sum = Problem::square_sum ? __shfl_xor_sync(0xffffffffu, mine.exp_sq_sum, lanes) : 0.f;
+    other.top1 = Problem::top1 ? __shfl_xor_sync(0xffffffffu, mine.top1, lanes) : FLCE_NO_CLASS;
+    return (threadIdx.x & static_cast<unsigned>(lanes)) == 0 ? merge(mine, other) : merge(other, mine);
+}
+
 /// Merges every kStep-th of a row's `splits` parts, from number `first` on; the parts lie `split_stride` elements apart. The largest logit
 /// first, so that no part waits for the exponential of the one before. The first part, often the only one, is read once. kAtOnce: most
 /// parts whose loads are on their way together.
@@ -229,7 +243,7 @@ struct MergedSplits {
     __device__ __forceinline__ RowSums sums(const SplitSumsParams& p, int rows, bool none) const {
         __shared__ float parts[kParts][Fields::kCount][kOutputRows];
         // With a list only forward knows how its work was divided. Running sums of stretches are one part.
-        constexpr bool kDivided = Problem::lists_rows && !Problem::rounds_weight;
+        constexpr bool kDivided = Problem::lists_rows && !kStretches<Problem>;
         const int all_splits = kDivided ? p.scalars->splits : p.splits;
         const int splits = none ? 0 : all_splits;
         const long long partial_rows = kDivided ? partial_rows_of(rows) : p.partial_rows;

@@ -30,15 +30,19 @@ FLCE_HOST_DEVICE float float_of(unsigned bits) {
 #endif
 }
 
-FLCE_HOST_DEVICE ClassKey class_key(float logit, int id) {
+/// A logit as a number that is the larger the larger the logit; 0 and −0 are one, and NaN is 0.
+FLCE_HOST_DEVICE unsigned order_of(float logit) {
     const unsigned bits = logit == logit ? bits_of(logit + 0.f) : 0xffffffffu;
-    const unsigned ordered = bits ^ ((bits & 0x80000000u) != 0u ? 0xffffffffu : 0x80000000u);
-    return static_cast<ClassKey>(ordered) << 32 | static_cast<unsigned>(~id);
+    return bits ^ ((bits & 0x80000000u) != 0u ? 0xffffffffu : 0x80000000u);
 }
-FLCE_HOST_DEVICE float logit_of(ClassKey key) {
-    const unsigned ordered = static_cast<unsigned>(key >> 32);
-    return float_of(ordered ^ ((ordered & 0x80000000u) != 0u ? 0x80000000u : 0xffffffffu));
+FLCE_HOST_DEVICE float logit_of_order(unsigned order) {
+    return float_of(order ^ ((order & 0x80000000u) != 0u ? 0x80000000u : 0xffffffffu));
 }
+
+FLCE_HOST_DEVICE ClassKey class_key(float logit, int id) {
+    return static_cast<ClassKey>(order_of(logit)) << 32 | static_cast<unsigned>(~id);
+}
+FLCE_HOST_DEVICE float logit_of(ClassKey key) { return logit_of_order(static_cast<unsigned>(key >> 32)); }
 FLCE_HOST_DEVICE int id_of(ClassKey key) { return static_cast<int>(~static_cast<unsigned>(key)); }
 
 /// The key behind all classes: NaN of no class.

@@ -2,7 +2,7 @@
 // narrowed down to those where it is full. Which classes a row's lists have in the end does not depend on how its logits come to them.
 #pragma once
 
-#include "flce/common/row_outputs.cuh"
+#include "flce/common/logit_epilogue.cuh"
 #include "flce/common/top_classes.cuh"
 
 namespace flce {
@@ -16,19 +16,32 @@ struct TopListSize {
     enum : int { kKeys = 32 * kLaneKeys };
 };
 
-/// Narrows a list of `count` keys down to the kTopK largest and a few more, in any order. Returns the smallest of their logits. `count`
+/// A class of a list: its logit as it is, which takes fewer instructions than a key where logits go by.
+struct alignas(8) TopEntry {
+    float logit;
+    int id;
+    __device__ __forceinline__ ClassKey key() const { return class_key(logit, id); }
+};
+
+/// Narrows a list of `count` entries down to the kTopK largest and a few more, in any order. Returns the smallest of their logits. `count`
 /// becomes their number. For a whole warp.
 template <int kTopK, int kLaneKeys>
-__device__ __forceinline__ float narrow_list(ClassKey* keys, int& count) {
+__device__ __forceinline__ float narrow_list(TopEntry* entries, int& count) {
     enum : unsigned { kMost = kTopK + kTopK / 4 };
     static_assert(kMost < 32 * kLaneKeys, "a narrowed list has free places");
     const int lane = static_cast<int>(threadIdx.x) % 32;
-    __syncwarp();  // keys of the other lanes are there
+    __syncwarp();  // entries of the other lanes are there
     ClassKey mine[kLaneKeys];
 #pragma unroll
-    for (int i = 0; i < kLaneKeys; ++i) mine[i] = 32 * i + lane < count ? keys[32 * i + lane] : 0ull;
-    ClassKey bound = 0ull;  // kTopK keys, or more, are no smaller
-    ClassKey bit = 1ull << 63;
+    for (int i = 0; i < kLaneKeys; ++i) mine[i] = 32 * i + lane < count ? entries[32 * i + lane].key() : 0ull;
+    // The bits of logits that all have are the bound's.
+    unsigned differing = 0u;
+    const unsigned first = __shfl_sync(kWholeWarp, static_cast<unsigned>(mine[0] >> 32), 0);
+#pragma unroll
+    for (int i = 0; i < kLaneKeys; ++i) differing |= mine[i] != 0ull ? static_cast<unsigned>(mine[i] >> 32) ^ first : 0u;
+    const int shared = __clz(static_cast<int>(__reduce_or_sync(kWholeWarp, differing)));
+    ClassKey bit = 1ull << (63 - shared);
+    ClassKey bound = shared == 0 ? 0ull : static_cast<ClassKey>(first >> (32 - shared)) << (64 - shared);  // kTopK keys are no smaller
     unsigned kept = static_cast<unsigned>(count);
 #pragma unroll 1
     while (bit != 0ull && kept > kMost) {
@@ -49,7 +62,7 @@ __device__ __forceinline__ float narrow_list(ClassKey* keys, int& count) {
         const bool keeps = mine[i] >= bound && mine[i] != 0ull;
         const unsigned keeping = __ballot_sync(kWholeWarp, keeps);
         if (keeps) {
-            keys[count + __popc(keeping & ((1u << lane) - 1u))] = mine[i];
+            entries[count + __popc(keeping & ((1u << lane) - 1u))] = {logit_of(mine[i]), id_of(mine[i])};
             least = mine[i] < least ? mine[i] : least;
         }
         count += __popc(keeping);
@@ -67,53 +80,60 @@ __device__ __forceinline__ float narrow_list(ClassKey* keys, int& count) {
 template <class Problem, int kLanes>
 struct TopList {
     using Size = TopListSize<Problem>;
-    enum : int { kNarrowed = 1 << 30 };  ///< bit of TopState::count
 
-    ClassKey* keys;
-    float least;
-    int size;
-    bool narrowed;
+    TopEntry* lists;  ///< all of them
+    float least;      ///< TopState's
+    unsigned place;   ///< place of the next entry; lists begin at multiples of kKeys, and have a place that stays free
 
-    /// `number`: of the list; `fresh`: nothing has come to it.
-    __device__ __forceinline__ void load(void* all_keys, const TopState* states, long long number, bool fresh) {
-        keys = static_cast<ClassKey*>(all_keys) + number * Size::kKeys;
-        const TopState before = fresh ? TopState{0.f, 0} : states[number];
-        least = before.least;
-        size = before.count & (kNarrowed - 1);
-        narrowed = (before.count & kNarrowed) != 0;
-    }
-    /// For a whole warp; `writes`: this lane's row exists.
-    __device__ __forceinline__ void store(TopState* states, long long number, bool writes) const {
-        if (writes && threadIdx.x % kLanes == 0) states[number] = {least, size | (narrowed ? kNarrowed : 0)};
-        __syncwarp();  // the next call reads it
-    }
+    static __device__ __forceinline__ float unknown() { return __int_as_float(0x7fffffff); }
+    /// The first place of list `number`.
+    static __device__ __forceinline__ unsigned place_of(long long number) { return static_cast<unsigned>(number) * Size::kKeys; }
+    __device__ __forceinline__ int size() const { return static_cast<int>(place % Size::kKeys); }
+    __device__ __forceinline__ TopState state() const { return {least, size()}; }
 
-    /// Adds logits of each lane: those of `logits`, a LaneLogits. For a whole warp. The code is short: it runs once a tile, so that most of
-    /// it has to be fetched every time.
+    /// Adds logits of each lane: those of `logits`, a LaneLogits. For a whole warp.
     template <class Logits>
-    __device__ __forceinline__ void add(const Logits& logits, bool is_row) {
-        unsigned mask[Logits::kWords];  // logits that may be among the largest; an equal one of an earlier call belongs to a smaller class
+    __device__ __forceinline__ void add(const Logits& logits) {
+        const int hits = logits.count_above(least);
+        int upto = hits;  // hits of this lane and of those before it
 #pragma unroll
-        for (int word = 0; word < Logits::kWords; ++word) mask[word] = is_row ? logits.above(word, least, !narrowed) : 0u;
-        int bit = lowest(mask);
-#pragma unroll 1
-        while (__any_sync(kWholeWarp, bit >= 0) != 0) {
-            const float logit = logits.at(bit);
-            const bool takes = bit >= 0 && (!narrowed || logit >= least);  // the list may have been narrowed since
-            const unsigned of_row = __ballot_sync(kWholeWarp, takes) >> lane() / kLanes * kLanes & kOfRow;
-            const int place = size + __popc(of_row & ((1u << lane() % kLanes) - 1u));
-            const bool waits = takes && place >= Size::kKeys;
-            if (takes && !waits) keys[place] = class_key(logit, logits.id_at(bit));
-            if (!waits) bit = next(mask, bit);
-            size = min(size + __popc(of_row), +Size::kKeys);
-            narrow(__ballot_sync(kWholeWarp, waits));
+        for (int lanes = 1; lanes < kLanes; lanes *= 2) {
+            const int before = __shfl_up_sync(kWholeWarp, upto, lanes, kLanes);
+            if (lane() % kLanes >= lanes) upto += before;
         }
+        const int more = __shfl_sync(kWholeWarp, upto, kLanes - 1, kLanes);
+        const bool simple = least == least && size() + more < Size::kKeys && !logits.ragged();
+        if (__all_sync(kWholeWarp, simple) == 0) return add_and_narrow(logits);
+        logits.put_above(least, lists, place + static_cast<unsigned>(upto - hits));
+        place += static_cast<unsigned>(more);
     }
 
 private:
     enum : unsigned { kOfRow = kLanes == 32 ? kWholeWarp : (1u << kLanes % 32) - 1u };
 
     static __device__ __forceinline__ int lane() { return static_cast<int>(threadIdx.x) % 32; }
+
+    /// Adds logits of `mask` where there may be no room for all. Lanes take bits out one after the other, and wait for room. The code is
+    /// short, as it is hardly ever run, and has to be fetched then.
+    template <class Logits>
+    __device__ __forceinline__ void add_and_narrow(const Logits& logits) {
+        unsigned mask[Logits::kWords];
+#pragma unroll
+        for (int word = 0; word < Logits::kWords; ++word) mask[word] = logits.above(word, least);
+        int bit = lowest(mask);
+#pragma unroll 1
+        while (__any_sync(kWholeWarp, bit >= 0) != 0) {
+            const float logit = logits.at(bit);
+            const bool takes = bit >= 0 && !(logit < least);  // the list may have been narrowed since
+            const unsigned of_row = __ballot_sync(kWholeWarp, takes) >> lane() / kLanes * kLanes & kOfRow;
+            const int mine = size() + __popc(of_row & ((1u << lane() % kLanes) - 1u));
+            const bool waits = takes && mine >= Size::kKeys - 1;
+            if (takes && !waits) lists[place - size() + mine] = {logit, logits.id_at(bit)};
+            if (!waits) bit = next(mask, bit);
+            place += min(__popc(of_row), Size::kKeys - 1 - size());
+            narrow(__ballot_sync(kWholeWarp, waits));
+        }
+    }
 
     /// The lowest bit that is set; −1: none is.
     template <int kWords>
@@ -136,14 +156,12 @@ private:
         while (lanes != 0u) {
             const int first = (__ffs(static_cast<int>(lanes)) - 1) / kLanes * kLanes;
             lanes &= ~(kOfRow << first);
-            ClassKey* const of_row =
-                reinterpret_cast<ClassKey*>(__shfl_sync(kWholeWarp, reinterpret_cast<unsigned long long>(keys), first));
-            int kept = __shfl_sync(kWholeWarp, size, first);
-            const float found = narrow_list<Problem::top_k, Size::kLaneKeys>(of_row, kept);
+            const unsigned of_row = __shfl_sync(kWholeWarp, place - size(), first);
+            int kept = __shfl_sync(kWholeWarp, size(), first);
+            const float found = narrow_list<Problem::top_k, Size::kLaneKeys>(lists + of_row, kept);
             if (lane() / kLanes * kLanes != first) continue;
             least = found;
-            size = kept;
-            narrowed = true;
+            place = of_row + kept;
         }
     }
 };
@@ -160,18 +178,27 @@ struct LaneLogits {
     const int first;
     const int end;
 
-    /// Bits of logits above `least`, or of `all`, that belong to classes.
-    __device__ __forceinline__ unsigned above(int word, float least, bool all) const {
+    /// Whether some of the columns are no classes.
+    __device__ __forceinline__ bool ragged() const { return first + Columns::of(kColumnPieces - 1) + 2 > end; }
+    __device__ __forceinline__ int count_above(float least) const {
+        int count = 0;
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) ptx::count_if_above(count, c[i / 2][2 * h + i % 2], least);
+        return count;
+    }
+    /// Writes the logits above `least`, in order.
+    __device__ __forceinline__ void put_above(float least, TopEntry* lists, unsigned place) const {
+        unsigned offset = place * static_cast<unsigned>(sizeof(TopEntry));
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) ptx::put_global_v2_if_above(lists, offset, c[i / 2][2 * h + i % 2], least, id_at(i));
+    }
+    /// Bits of logits of classes that are not up to `least`.
+    __device__ __forceinline__ unsigned above(int word, float least) const {
         unsigned bits = 0u;
 #pragma unroll
         for (int i = 0; i < kCount; ++i) {
-            if (i / 32 == word && (c[i / 2][2 * h + i % 2] > least || all)) bits |= 1u << i % 32;
-        }
-        if (first + Columns::of(kColumnPieces - 1) + 2 > end) {
-#pragma unroll
-            for (int i = 0; i < kCount; ++i) {
-                if (i / 32 == word && first + Columns::of(i / 2) + i % 2 >= end) bits &= ~(1u << i % 32);
-            }
+            const bool is_class = first + Columns::of(i / 2) + i % 2 < end;
+            if (i / 32 == word && is_class && !(c[i / 2][2 * h + i % 2] <= least)) bits |= 1u << i % 32;
         }
         return bits;
     }
@@ -181,140 +208,5 @@ struct LaneLogits {
 private:
     static __device__ __forceinline__ int within(int bit) { return Columns::of(bit / 2) + bit % 2; }
 };
-
-/// A row whose classes are written.
-template <class Problem>
-struct TopRow {
-    const TopClassesParams& p;
-    const int row;
-    const float max;
-    const float log_sum;
-
-    /// Writes the class of the `rank`-th largest logit.
-    __device__ __forceinline__ void write(int rank, ClassKey key) const {
-        const float logit = logit_of(key);
-        const int id = id_of(key);
-        if constexpr (Problem::shard) {
-            float* const to = p.shard_sums + (p.first_field + rank) * p.ld + row;
-            to[0] = logit;
-            to[Problem::top_k * p.ld] = __int_as_float(id == FLCE_NO_CLASS ? id : id + static_cast<int>(p.targets.first_class));
-        } else {
-            put(rank, (logit - max) - log_sum, id);
-        }
-    }
-    __device__ __forceinline__ void write_none(int rank) const {
-        if constexpr (Problem::shard) {
-            write(rank, no_class_key());
-        } else {
-            put(rank, 0.f, -1);
-        }
-    }
-
-private:
-    __device__ __forceinline__ void put(int rank, float logprob, int id) const {
-        p.logprobs[static_cast<long long>(row) * Problem::top_k + rank] = logprob;
-        p.ids[static_cast<long long>(row) * Problem::top_k + rank] = id;
-    }
-};
-
-/// Keys of a row in a block's shared memory.
-template <class Problem>
-struct TopKeys {
-    enum : int { kTopK = Problem::top_k };
-    enum : int { kOfLists = kMostLtSplits * TopListSize<Problem>::kKeys };
-    enum : int { kRoom = kOfLists > 2048 ? kOfLists : 2048 };
-    static_assert(kRoom >= kTopK + TopListSize<Problem>::kKeys, "room for a list beside what is kept");
-
-    ClassKey keys[kRoom];
-    ClassKey kept[kTopK];
-    unsigned counts[kRowThreads / 32];
-    int count;
-    ClassKey bound;  ///< smaller keys are not among the largest
-
-    /// Adds a list, for the whole block. Where there is no room, what is there is narrowed down first.
-    __device__ __forceinline__ void add(const ClassKey* from, int size) {
-        if (count + size > kRoom) narrow();
-        for (int i = static_cast<int>(threadIdx.x); i < size; i += kRowThreads) {
-            const ClassKey key = from[i];
-            if (key >= bound) keys[atomicAdd(&count, 1)] = key;
-        }
-        __syncthreads();  // all of them are there
-    }
-    /// Keeps the kTopK largest of more, in any order. For the whole block.
-    __device__ __forceinline__ void narrow() {
-        ClassKey found = 0ull;
-        for (int bit = 63; bit >= 0; --bit) {
-            const ClassKey tried = found | 1ull << bit;
-            unsigned above = 0u;
-            for (int i = static_cast<int>(threadIdx.x); i < count; i += kRowThreads) above += keys[i] >= tried ? 1u : 0u;
-            above = of_block(above);
-            if (above >= kTopK) found = tried;
-            if (above == kTopK) break;
-        }
-        const int all = count;
-        __syncthreads();  // everybody has read the count
-        if (threadIdx.x == 0) count = 0;
-        __syncthreads();
-        for (int i = static_cast<int>(threadIdx.x); i < all; i += kRowThreads) {
-            if (keys[i] >= found) kept[atomicAdd(&count, 1)] = keys[i];
-        }
-        __syncthreads();
-        for (int i = static_cast<int>(threadIdx.x); i < kTopK; i += kRowThreads) keys[i] = kept[i];
-        if (threadIdx.x == 0) bound = found;
-        __syncthreads();
-    }
-
-private:
-    __device__ __forceinline__ unsigned of_block(unsigned of_thread) {
-        const unsigned of_warp = __reduce_add_sync(kWholeWarp, of_thread);
-        __syncthreads();  // sums of the bit before have been read
-        if (threadIdx.x % 32 == 0) counts[threadIdx.x / 32] = of_warp;
-        __syncthreads();
-        unsigned sum = 0u;
-#pragma unroll
-        for (int warp = 0; warp < kRowThreads / 32; ++warp) sum += counts[warp];
-        return sum;
-    }
-};
-
-/// Ranks the classes of a row's lists: a block has a row. A shard leaves them to merge.
-template <class Problem>
-__device__ __forceinline__ void top_classes(const TopClassesParams& p) {
-    using List = TopList<Problem, 32>;
-    constexpr bool kDivided = Problem::lists_rows;  // then only forward knows how its work was divided
-    __shared__ TopKeys<Problem> top;
-    __shared__ float of_sums[2];
-    const int row = static_cast<int>(blockIdx.x);
-    const int rows = listed_rows<Problem>(p.list, p.rows, 0);
-    const ListedRow listed = listed_row<Problem>(p.list, p.targets, p.temperature, row);  // ignored rows are listed behind the others
-    const bool has_classes = row < rows && listed.target >= 0 && !(Problem::shard && p.targets.columns == 0);
-    const long long ld = kDivided ? partial_rows_of(rows) : p.partial_rows;
-    if (threadIdx.x == 0) {
-        top.count = 0;
-        top.bound = 0ull;
-        if (!Problem::shard && has_classes) {
-            const int splits = kDivided ? p.scalars->splits : p.splits;
-            const RowSums sums = merge_splits<Problem, 1>(p.partials + row, PartialFields<Problem>::kCount * ld, ld, 0, splits);
-            of_sums[0] = sums.max;
-            of_sums[1] = logf(sums.exp_sum);
-        }
-    }
-    __syncthreads();
-    const int lists = !has_classes ? 0 : kDivided ? p.scalars->top_splits : p.splits;
-#pragma unroll 1
-    for (int list = 0; list < lists; ++list) {
-        const long long number = list * ld + row;
-        const ClassKey* const from = static_cast<const ClassKey*>(p.keys) + number * TopListSize<Problem>::kKeys;
-        top.add(from, p.states[number].count & (List::kNarrowed - 1));
-    }
-    if (top.count > Problem::top_k) top.narrow();
-    const TopRow<Problem> out{p, listed.row, of_sums[0], of_sums[1]};
-    for (int i = static_cast<int>(threadIdx.x); i < top.count; i += kRowThreads) {
-        int rank = 0;
-        for (int other = 0; other < top.count; ++other) rank += top.keys[other] > top.keys[i] ? 1 : 0;
-        out.write(rank, top.keys[i]);
-    }
-    for (int rank = top.count + static_cast<int>(threadIdx.x); rank < Problem::top_k; rank += kRowThreads) out.write_none(rank);
-}
 
 }  // namespace flce

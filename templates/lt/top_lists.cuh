@@ -13,11 +13,16 @@ struct LtTopList {
 
     static __device__ __forceinline__ long long number(const LtForwardParams& p, int row) { return blockIdx.y * p.partial_rows + row; }
     __device__ __forceinline__ void load(const LtForwardParams& p, int row) {
-        list.load(p.top_keys, p.top_states, number(p, row), p.first != 0);
+        const long long of_row = number(p, row);
+        const TopState before = p.first != 0 ? TopState{list.unknown(), 0} : p.top_states[of_row];
+        list = {static_cast<TopEntry*>(p.top_keys), before.least, list.place_of(of_row) + static_cast<unsigned>(before.count)};
     }
-    __device__ __forceinline__ void store(const LtForwardParams& p, int row) const { list.store(p.top_states, number(p, row), true); }
+    __device__ __forceinline__ void store(const LtForwardParams& p, int row) const {
+        if (threadIdx.x % 32 == 0) p.top_states[number(p, row)] = list.state();
+        __syncwarp();  // the next call reads it
+    }
     __device__ __forceinline__ void add(const float (&c)[LtPlace::kColumnPieces][4], int h, int first_class, int end) {
-        list.add(LaneLogits<LtColumns, LtPlace::kColumnPieces>{c, h, first_class, end}, true);
+        list.add(LaneLogits<LtColumns, LtPlace::kColumnPieces>{c, h, first_class, end});
     }
 };
 

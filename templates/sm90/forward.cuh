@@ -21,12 +21,14 @@ struct ForwardSm90 {
     using Form = FormOf<Launch, MainloopT>;
     using Sink = ExponentialSink<Launch>;
     using Sums = ForwardSums<Launch, Form>;
+    using Lists = TopListsSm90<Launch, Form>;
     enum : int { kSlices = ceil_div(Problem::hidden_size, TileT::kBlockK) };
     enum : unsigned { kWarps = TileT::kCluster * TileT::kConsumers * 4 };  ///< warps of a cluster's consumers
 
     enum : int { kPanelsAt = MainloopT::kRingBytes };
     enum : int { kSumsAt = kPanelsAt + Sink::kBytes };
-    enum : int { kBarriersAt = kSumsAt + Sums::kBytes };
+    enum : int { kListsAt = kSumsAt + Sums::kBytes };
+    enum : int { kBarriersAt = kListsAt + Lists::kBytes };
     enum : int { kJobsAt = kBarriersAt + MainloopT::kBarrierBytes };
     enum : int { kWordsAt = kJobsAt + TileNumbers<TileT>::kBytes };
     enum : int { kWalkAt = kWordsAt + TileWords<TileT>::kBytes };
@@ -41,7 +43,7 @@ struct ForwardSm90 {
     MainloopT mainloop;
     const Launch launch;
     Sink sink;
-    float* const stash;  ///< ForwardSums::stash
+    float* const stash;  ///< ForwardSums::stash; behind it that of TopListsSm90
 
     __device__ __forceinline__ explicit ForwardSm90(const Params& params)
         : p(params),
@@ -55,6 +57,7 @@ struct ForwardSm90 {
     __device__ __forceinline__ Walk walk() { return {launch, jobs, *reinterpret_cast<typename Walk::State*>(dynamic_smem + kWalkAt)}; }
     __device__ __forceinline__ Form form() const { return {launch}; }
     __device__ __forceinline__ Sums sums() const { return {launch, mainloop.place, stash}; }
+    __device__ __forceinline__ Lists lists() const { return {launch, mainloop.place, stash + Sums::kBytes / 4}; }
 
     __device__ __forceinline__ void run() {
         if (blockIdx.x == 0 && threadIdx.x == 0) {
@@ -124,6 +127,7 @@ struct ForwardSm90 {
     __device__ __forceinline__ void consume_all() {
         int holder = 0;  // the consumer whose turn it is
         sums().forget();
+        if constexpr (Problem::top_k > 0) lists().forget();
 #pragma unroll 1
         for (TileWord word = words.take(); word.kind() != TileWord::kStop; word = words.take()) {
             if (word.kind() == TileWord::kEnd) {
@@ -142,6 +146,7 @@ struct ForwardSm90 {
                 }
             }
             forget_place();
+            if constexpr (Problem::top_k > 0) lists().begin(word.part(), word.row_cluster());
             Accumulators c;
             MainloopT::clear(c);
             mainloop.consume(c, kSlices, Launch::kLists && !word.neighbours());
@@ -153,6 +158,7 @@ struct ForwardSm90 {
     __device__ __forceinline__ void end(const TileWord& word) const {
         const ShareJob job{word.number};
         if constexpr (Launch::kSegment > 0) {
+            if constexpr (Problem::top_k > 0) lists().tell(word.part(), word.row_cluster());
             return sums().finish(form(), sink, job, word.part(), word.row_cluster());
         }
         if (launch.goes_again()) return;
@@ -161,6 +167,7 @@ struct ForwardSm90 {
 #pragma unroll 1
         for (int part = 0; part < (word.has_second() ? 2 : 1); ++part) {
             sums().finish(form(), sink, job, part, word.row_cluster() + part);
+            if constexpr (Problem::top_k > 0) lists().tell(part, word.row_cluster() + part);
         }
         if (job.is_others()) order.tell(word.is_last());
     }
@@ -170,7 +177,7 @@ struct ForwardSm90 {
         const LogitTile tile{forward_first_column<Problem>(p) + first_column_of(word), launch.first_row(word.row_cluster()), word.part()};
         float weighted[Form::kPieces][2] = {};
         form().make(mainloop.place, tile, c, weighted);
-        if constexpr (Problem::top_k > 0) TopListsSm90<Launch, Form>{launch, mainloop.place}.add(c, tile, word.row_cluster());
+        if constexpr (Problem::top_k > 0) lists().add(c, tile);
 #pragma unroll
         for (int i = 0; i < Form::kPieces; ++i) {
 #pragma unroll

@@ -52,20 +52,8 @@ struct ForwardSums {
 
 private:
     static __device__ __forceinline__ RowSums merge_quad(RowSums mine) {
-        using Problem = typename Launch::Problem;
 #pragma unroll
-        for (int lanes = 1; lanes < 4; lanes *= 2) {
-            RowSums other;
-            other.max = __shfl_xor_sync(0xffffffffu, mine.max, lanes);
-            other.exp_sum = __shfl_xor_sync(0xffffffffu, mine.exp_sum, lanes);
-            other.exp_z_sum = Problem::entropy ? __shfl_xor_sync(0xffffffffu, mine.exp_z_sum, lanes) : 0.f;
-            other.weighted_sum = Problem::label_smoothing ? __shfl_xor_sync(0xffffffffu, mine.weighted_sum, lanes) : 0.f;
-            other.target_logit = -infinity();
-            other.exp_sq_sum = Problem::square_sum ? __shfl_xor_sync(0xffffffffu, mine.exp_sq_sum, lanes) : 0.f;
-            other.top1 = Problem::top1 ? __shfl_xor_sync(0xffffffffu, mine.top1, lanes) : FLCE_NO_CLASS;
-            // The lower lane first in both, so that all four get the same bits.
-            mine = (threadIdx.x & lanes) == 0 ? merge(mine, other) : merge(other, mine);
-        }
+        for (int lanes = 1; lanes < 4; lanes *= 2) mine = merge_with_lane<typename Launch::Problem>(mine, lanes);
         return mine;
     }
 

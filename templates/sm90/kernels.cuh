@@ -5,6 +5,7 @@
 #include "flce/common/round_weight.cuh"
 #include "flce/common/row_kernels.cuh"
 #include "flce/common/shard_kernels.cuh"
+#include "flce/common/top_kernels.cuh"
 #include "flce/sm90/backward.cuh"
 #include "flce/sm90/backward_chunks.cuh"
 #include "flce/sm90/forward.cuh"

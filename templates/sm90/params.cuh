@@ -36,8 +36,10 @@ struct ForwardSm90Params : ForwardParams {
     int again;             ///< only rows that are stale, only their exponentials
     int compact_rows;      ///< tokens of the call, whose listed rows gather_rows has brought together if any is ignored; 0: it has not
     int unused;
-    void* top_keys;        ///< with a top_k: [ForwardShare::lists][partial rows] lists of ClassKey, and their states
-    TopState* top_states;  ///< 0 before the launch
+    void* top_keys;              ///< with a top_k: [ForwardShare::lists][partial rows] lists of TopEntry, and their states
+    TopState* top_states;        ///< 0 before the launch
+    const TopState* top_bounds;  ///< [rows] states that lists begin with; null: 0
+    float* top_dense;            ///< [rows][kDenseTopColumns] all logits of the launch's columns, in the place of lists; null: lists
 };
 
 /// Numbers of ForwardStretchParams, for a stretch of the vocabulary.

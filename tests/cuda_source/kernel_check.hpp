@@ -79,6 +79,7 @@ namespace flce::test {
     options.emplace_back("--ptxas-options=-v");
     const std::string log = compile_log(unit, options);
     EXPECT_EQ(log.find("warning"), std::string::npos) << log;
+    EXPECT_EQ(log.find("Potential Performance Loss"), std::string::npos) << log;  // each multiplication waits for the one before
     std::vector<KernelResources> report = parse_ptxas_report(log);
     EXPECT_EQ(report.size(), unit.kernels.size()) << log;
     for (const KernelResources& used : report) {

@@ -17,6 +17,11 @@ Expr loss_of_each() { return reduces_by(ReductionCode::none); }
 /// Whether one block of row_outputs has every token, so that it can write the scalar loss itself: a launch less.
 Expr one_block() { return less(slot(Slot::num_tokens), kOutputRows + 1); }
 
+/// Sums of a launch's rows over all columns of the vocabulary so far: one part. Where the weight is rounded there are sums of all tokens.
+Expr running_at(const ForwardPass& pass) {
+    return workspace_at(pass.layout.running) + (rounds_weight(pass.spec) ? pass.rows.first * 4 : Expr(0));
+}
+
 /// Where the weight is rounded, target logits of all tokens stay from one stretch to the next; else only target logits of a launch do.
 Expr target_logits_at(const ForwardPass& pass) {
     return workspace_at(pass.layout.target_logits) + (rounds_weight(pass.spec) ? pass.rows.first * 4 : Expr(0));
@@ -27,7 +32,7 @@ Statement merge_stretch_launch(const ForwardPass& pass) {
     const LaunchRows& rows = pass.rows;
     LaunchBuilder<MergeStretchParams> launch(pass.source.kernel(KernelRole::merge_stretch), ceil_div(rows.count, kRowThreads));
     launch.set(&MergeStretchParams::partials, workspace_at(layout.partials))
-        .set(&MergeStretchParams::running, workspace_at(layout.running) + rows.first * 4)
+        .set(&MergeStretchParams::running, running_at(pass))
         .set(&MergeStretchParams::scalars, scalars_at())
         .set_list(&MergeStretchParams::list, pass.list, rows.first)
         .set(&MergeStretchParams::partial_rows, layout.partial_rows)
@@ -146,8 +151,8 @@ template <class Params>
 void set_found(LaunchBuilder<Params>& launch, const ForwardPass& pass, const RetainedRowsAt& retained) {
     const ForwardLayout& layout = pass.layout;
     const LaunchRows& rows = pass.rows;
-    const bool running = rounds_weight(pass.spec);  // sums over all stretches of the vocabulary: one part
-    const Expr partials = running ? workspace_at(layout.running) + rows.first * 4 : workspace_at(layout.partials);
+    const bool running = layout.sums_run;
+    const Expr partials = running ? running_at(pass) : workspace_at(layout.partials);
     launch.set(&Params::found, &SplitSumsParams::partials, partials)
         .set(&Params::found, &SplitSumsParams::target_logits, target_logits_at(pass))
         .set(&Params::found, &SplitSumsParams::scalars, scalars_at())
@@ -196,14 +201,18 @@ Statement row_outputs_launch(const ForwardPass& pass, const RetainedRowsAt& reta
     return launch.build();
 }
 
-std::vector<Statement> top_classes_steps(const ForwardPass& pass, const Expr& keys, const Expr& states) {
+Statement top_classes_launch(const ForwardPass& pass, const TopClassesAt& at) {
     using Params = TopClassesParams;
     const Spec& spec = pass.spec;
-    if (spec.top_k == 0) return {};
     const LaunchRows& rows = pass.rows;
-    LaunchBuilder<Params> launch(pass.source.kernel(KernelRole::top_classes), rows.count);
-    launch.set(&Params::keys, workspace_at(keys))
-        .set(&Params::states, workspace_at(states))
+    LaunchBuilder<Params> launch(pass.source.kernel(KernelRole::top_classes), ceil_div(rows.count, kTopThreads / 32));
+    launch.set(&Params::keys, at.keys)
+        .set(&Params::states, at.states)
+        .set(&Params::dense, at.dense)
+        .set(&Params::kept, at.kept)
+        .set(&Params::bounds, at.bounds)
+        .set(&Params::running, pass.layout.sums_run ? running_at(pass) : Expr(0))
+        .set(&Params::running_rows, pass.layout.running_rows)
         .set(&Params::partials, workspace_at(pass.layout.partials))
         .set(&Params::scalars, scalars_at())
         .set_targets(&Params::targets, spec, rows.base)
@@ -216,8 +225,11 @@ std::vector<Statement> top_classes_steps(const ForwardPass& pass, const Expr& ke
         .set(&Params::partial_rows, pass.layout.partial_rows)
         .set(&Params::rows, rows.count)
         .set(&Params::splits, pass.splits)
-        .set(&Params::first_field, shard_fields(spec).top_logits);
-    return {launch.build()};
+        .set(&Params::first_field, shard_fields(spec).top_logits)
+        .set(&Params::dense_columns, at.columns)
+        .set(&Params::kept_before, at.has_kept)
+        .set(&Params::last, at.last ? 1 : 0);
+    return launch.build();
 }
 
 namespace {
@@ -285,7 +297,7 @@ std::vector<Statement> for_all_rows(const ForwardPass& pass, std::vector<Stateme
     return body;
 }
 
-std::vector<Statement> outputs_of_gemm(const ForwardPass& pass, std::vector<Statement> gemm, std::vector<Statement> then) {
+std::vector<Statement> outputs_of_gemm(const ForwardPass& pass, std::vector<Statement> gemm, std::vector<Statement> before) {
     std::vector<Statement> body;
     std::vector<Statement> steps;
     if (rounds_weight(pass.spec)) {
@@ -298,8 +310,8 @@ std::vector<Statement> outputs_of_gemm(const ForwardPass& pass, std::vector<Stat
         steps = with_columns(pass.spec, std::move(gemm));
     }
     std::ranges::move(teacher_logits_steps(pass), std::back_inserter(steps));
+    std::ranges::move(before, std::back_inserter(steps));
     steps.push_back(row_outputs_launch(pass, {}));
-    std::ranges::move(then, std::back_inserter(steps));
     std::ranges::move(for_all_rows(pass, std::move(steps)), std::back_inserter(body));
     return body;
 }

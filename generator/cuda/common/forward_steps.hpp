@@ -56,10 +56,10 @@ struct ForwardPass {
 /// Parameters that the GEMM's kernels of every path have.
 [[nodiscard]] LaunchBuilder<ForwardParams> forward_launch(const ForwardPass& pass, KernelRole kernel, const Expr& grid_x,
                                                           const Expr& grid_y);
-/// The launch of a GEMM, with the stretch of the vocabulary where the weight is rounded: `Stretch` extends `Params`.
+/// The launch of a GEMM, with its columns of the vocabulary where sums run from one launch to the next: `Stretch` extends `Params`.
 template <class Stretch, class Params>
 [[nodiscard]] Statement build_gemm(const ForwardPass& pass, LaunchBuilder<Params> launch) {
-    if (!rounds_weight(pass.spec)) return build_tempered(std::move(launch), pass.spec, temperatures_at(pass.rows));
+    if (!pass.layout.sums_run) return build_tempered(std::move(launch), pass.spec, temperatures_at(pass.rows));
     LaunchBuilder<Stretch> of_stretch(std::move(launch));
     of_stretch.set(&Stretch::first_column, pass.columns.first).set(&Stretch::columns, pass.columns.count);
     return build_tempered(std::move(of_stretch), pass.spec, temperatures_at(pass.rows));
@@ -77,8 +77,19 @@ struct RetainedRowsAt {
 /// A shard's sums, or outputs where there are no shards.
 [[nodiscard]] Statement row_outputs_launch(const ForwardPass& pass, const RetainedRowsAt& retained);
 
-/// Outputs, or a shard's sums, of the lists of classes that forward has collected at these places of the workspace; none without a top_k.
-[[nodiscard]] std::vector<Statement> top_classes_steps(const ForwardPass& pass, const Expr& keys, const Expr& states);
+/// A launch's part in finding classes of rows' largest logits: addresses, and what columns there are before it and behind it.
+struct TopClassesAt {
+    Expr keys{0};      ///< lists of classes that forward has collected
+    Expr states{0};    ///< and their states
+    Expr dense{0};     ///< TopClassesParams::dense
+    Expr kept{0};      ///< TopClassesParams::kept
+    Expr bounds{0};    ///< TopClassesParams::bounds
+    Expr columns{0};   ///< columns of `dense`
+    Expr has_kept{0};  ///< TopClassesParams::kept_before
+    bool last = true;  ///< TopClassesParams::last
+};
+/// Outputs, or a shard's sums, of the classes that forward has found, or what launches over further columns need.
+[[nodiscard]] Statement top_classes_launch(const ForwardPass& pass, const TopClassesAt& at);
 
 /// A shard's sums of a divergence, or outputs where there are no shards, from partial sums of both heads. `mixture`: from those of the
 /// second walk, which knows both normalizers.
@@ -91,9 +102,9 @@ struct RetainedRowsAt {
 [[nodiscard]] std::vector<Statement> for_all_rows(const ForwardPass& pass, std::vector<Statement> steps);
 /// All of a pass whose `gemm` retains nothing, but what comes before it. A weight that is rounded is so a stretch of the vocabulary at a
 /// time: each is computed for all tokens, and merged with the stretches before it.
-/// `then`: steps of a launch's rows behind their outputs.
+/// `before`: steps of a launch's rows before their outputs.
 [[nodiscard]] std::vector<Statement> outputs_of_gemm(const ForwardPass& pass, std::vector<Statement> gemm,
-                                                     std::vector<Statement> then = {});
+                                                     std::vector<Statement> before = {});
 
 /// A program of these kernels with merge alone: outputs from all shards' sums, where the spec is a shard's.
 [[nodiscard]] CudaProgram program_of(const Spec& spec, const CudaSource& source);

@@ -75,6 +75,7 @@ std::string problem_struct(const Spec& spec, const Plan& plan, const KernelFamil
         text += fmt::format("    enum : int {{ retained_columns = {} }};\n", family.retained_columns);
     if (spec.outputs.top1) text += "    enum : bool { top1 = true };\n";
     if (spec.top_k > 0) text += fmt::format("    enum : int {{ top_k = {} }};\n", spec.top_k);
+    if (family.stretches) text += "    enum : bool { stretches = true };\n";
     if (spec.outputs.log_sum_sq_probs) text += "    enum : bool { square_sum = true };\n";
     if (spec.temperature) text += "    enum : bool { temperature = true };\n";
     if (spec.support) text += "    enum : bool { support = true };\n";

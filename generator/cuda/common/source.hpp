@@ -51,6 +51,7 @@ struct KernelFamily {
     bool lists_rows = false;                  ///< whether kernels may leave ignored tokens out by a list of the others
     int segment_tiles = 0;                    ///< tiles of forward that are summed up apart from all others, with batch_invariant
     int retained_columns = kRetainedColumns;  ///< CudaPath's
+    bool stretches = false;                   ///< whether a launch of forward may compute some columns of the vocabulary
     bool tells_falls = true;                  ///< whether kernels have Falls where a spec allows them
 };
 

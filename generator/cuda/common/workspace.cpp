@@ -95,6 +95,7 @@ ForwardLayout place_forward(const Spec& spec, const ForwardCut& cut) {
     f.loss_partials = pieces.take(ceil_div(n, kOutputRows) * static_cast<std::int64_t>(sizeof(LossPartial)));
     f.partials = pieces.take(cut.partials * field_bytes);
     if (rounds_weight(spec)) {
+        f.sums_run = true;
         f.stretch = cut.stretch;
         f.stretches = ceil_div(vocab_columns(spec), f.stretch);
         f.rounded_weight = pieces.take(std::min(f.stretch, spec.vocab_size) * rounded_row_bytes(spec));

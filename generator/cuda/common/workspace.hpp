@@ -56,6 +56,7 @@ struct ForwardLayout {
     Expr target_logits{0};
     Expr loss_partials{0};
     Expr partials{0};
+    bool sums_run = false;  ///< whether sums run from one launch to the next, over other columns of the vocabulary: `running`
     // Fields for a weight that is rounded a stretch of the vocabulary at a time: how the stretches are cut, and offsets.
     std::int64_t stretch = 0;  ///< columns of each but the last
     Expr stretches{0};

@@ -142,9 +142,11 @@ LaunchProgram forward_program(const Spec& spec, const Device& device, const Plan
         };
         std::ranges::move(for_all_rows(pass, retaining_steps(pass, retained, 0, gemm)), std::back_inserter(body));
     } else {
-        std::ranges::move(
-            outputs_of_gemm(pass, {pieces_step(pass, layout, nullptr)}, top_classes_steps(pass, layout.top_keys, layout.top_states)),
-            std::back_inserter(body));
+        std::vector<Statement> classes;
+        if (spec.top_k > 0) {
+            classes.push_back(top_classes_launch(pass, {.keys = workspace_at(layout.top_keys), .states = workspace_at(layout.top_states)}));
+        }
+        std::ranges::move(outputs_of_gemm(pass, {pieces_step(pass, layout, nullptr)}, std::move(classes)), std::back_inserter(body));
     }
     return {.body = std::move(body), .variable_count = kPieceLoop + 1};
 }

@@ -38,8 +38,21 @@ struct ForwardPassSm90 : ForwardPass {
     }
 };
 
+/// Bytes from a column of the weight that is read as it is to the next; where it is rounded, the launch's columns begin the rounded part.
+std::int64_t column_stride(const Spec& spec) {
+    if (rounds_weight(spec)) return 0;
+    const auto element = static_cast<std::int64_t>(element_bytes(spec.dtype));
+    return spec.layout == WeightLayout::vocab_major ? spec.hidden_size * element : element;
+}
+
+/// Knowledge of the largest logits of columns before, or the place where all logits of a launch go.
+struct TopBefore {
+    Expr bounds{0};  ///< ForwardSm90Params::top_bounds
+    Expr dense{0};   ///< ForwardSm90Params::top_dense
+};
+
 /// The number of a row's partial sums is known to the device alone (PassScalars::splits).
-LaunchBuilder<ForwardSm90Params> gemm_launch(const ForwardPassSm90& pass, const ForwardKernel& kernel) {
+LaunchBuilder<ForwardSm90Params> gemm_launch(const ForwardPassSm90& pass, const ForwardKernel& kernel, const TopBefore& of_lists = {}) {
     using Params = ForwardSm90Params;
     const Spec& spec = pass.spec;
     const LaunchRows& rows = pass.rows;
@@ -49,6 +62,7 @@ LaunchBuilder<ForwardSm90Params> gemm_launch(const ForwardPassSm90& pass, const 
     const Expr blocks = kernel.grid.clusters * cluster;
     // Few tokens are copied as many as there are: the copy engine takes long to fill in rows that do not exist.
     const Expr hidden_box = few ? rows.count : Expr(tile.block_m);
+    const Expr weight = weight_at(pass) + pass.columns.first * column_stride(spec);
     const int weight_box = (reads_vocab_major(spec) ? tile.block_n : 64) / cluster;
     const Expr compact = select(layout.compacts, workspace_at(layout.compact), slot(Slot::hidden));
     const Expr hidden_rows = select(equal(pass.list, 0), rows.count, slot(Slot::num_tokens));
@@ -56,11 +70,13 @@ LaunchBuilder<ForwardSm90Params> gemm_launch(const ForwardPassSm90& pass, const 
     launch.set_map(&Params::compact_map, {compact, spec.hidden_size, slot(Slot::num_tokens), spec.hidden_size}, tile.block_m)
         .set(&Params::compact_rows, layout.compacts * slot(Slot::num_tokens))
         .set_map(&Params::hidden_map, {hidden_row_at(spec, rows.base), spec.hidden_size, hidden_rows, spec.hidden_size}, hidden_box)
-        .set_map(&Params::weight_map, operand_matrix(spec, weight_at(pass), pass.columns.count), weight_box)
+        .set_map(&Params::weight_map, operand_matrix(spec, weight, pass.columns.count), weight_box)
         .set(&Params::scalars, scalars_at())
         .set(&Params::shares, few || spec.top_k > 0 ? Expr(0) : select(prepares_forward(spec), workspace_at(layout.counters), 0))
         .set(&Params::top_keys, spec.top_k > 0 ? workspace_at(layout.top_keys) : Expr(0))
         .set(&Params::top_states, spec.top_k > 0 ? workspace_at(layout.top_states) : Expr(0))
+        .set(&Params::top_bounds, of_lists.bounds)
+        .set(&Params::top_dense, of_lists.dense)
         .set_list(&Params::list, pass.list, rows.first)
         .set(&Params::clusters, kernel.grid.most_clusters)
         .set(&Params::stride, kernel.grid.stride);
@@ -117,6 +133,55 @@ std::vector<Statement> retaining_steps(const ForwardPassSm90& pass) {
     });
 }
 
+/// A pass over these columns of the vocabulary alone.
+ForwardPassSm90 over(const ForwardPassSm90& pass, const Expr& begin, const Expr& end) {
+    ForwardPassSm90 part = pass;
+    part.columns = {begin, end - begin};
+    return part;
+}
+
+/// Columns of the vocabulary whose largest logits bound those behind them.
+constexpr std::int64_t kBoundedTopColumns = 16512;
+
+/// Launches that find classes of the largest logits, but for the last top_classes, of which `last` tells what it has to know. More than a
+/// few tokens go through the vocabulary in three launches. The first one's logits are all written down, in the place of lists, and the
+/// largest of them are found: a bound that few logits of the second launch exceed. From both follows a bound for the third. So lists stay
+/// short, and hardly any has to be narrowed.
+std::vector<Statement> top_steps(const ForwardPassSm90& pass, TopClassesAt& last) {
+    const ForwardKernel& few = pass.kernels.front();
+    const ForwardKernel& many = pass.kernels.back();
+    const Expr columns = vocab_columns(pass.spec);
+    const Expr lists = workspace_at(pass.layout.top_keys);
+    const Expr bounds = workspace_at(pass.layout.top_bounds);
+    const Statement no_list{MemsetZero{workspace_at(pass.layout.top_states), pass.layout.top_state_bytes}};
+    const auto gemm = [&](const ForwardKernel& kernel, const Expr& begin, const Expr& end, const TopBefore& before) {
+        const ForwardPassSm90 part = over(pass, begin, end);
+        return build_gemm<ForwardStretchSm90Params>(part, gemm_launch(part, kernel, before));
+    };
+    last = {.keys = lists, .states = workspace_at(pass.layout.top_states), .kept = workspace_at(pass.layout.top_kept), .bounds = bounds};
+    const Statement of_few{If{few.takes, {gemm(few, 0, columns, {})}}};
+    if (pass.spec.batch_invariant) {  // segments have sums of their own, which no launch divides
+        return {no_list, of_few, {If{many.takes, {gemm(many, 0, columns, {})}}}};
+    }
+    const std::int64_t second = multiple_above(kDenseTopColumns, pass.plan.cuda.forward.block_n);
+    const std::int64_t third = multiple_above(kBoundedTopColumns, pass.plan.cuda.forward.block_n);
+    const Expr has_second = less(second, columns);
+    TopClassesAt found = last;
+    found.last = false;
+    found.has_kept = 1;
+    const Statement behind{If{less(third, columns), {top_classes_launch(pass, found), gemm(many, third, columns, {.bounds = bounds})}}};
+    found.has_kept = 0;
+    found.dense = lists;
+    found.columns = second;
+    const Statement then{
+        If{has_second, {top_classes_launch(pass, found), gemm(many, second, min(columns, third), {.bounds = bounds}), behind}}};
+    const Expr all_dense = and_not(many.takes, has_second);
+    last.dense = select(all_dense, lists, 0);
+    last.columns = columns;
+    last.has_kept = many.takes && has_second;
+    return {no_list, of_few, {If{many.takes, {gemm(many, 0, min(columns, second), {.dense = lists}), then}}}};
+}
+
 }  // namespace
 
 LaunchProgram forward_program(const Spec& spec, const Device& device, const Plan& plan, const CudaSource& source,
@@ -129,9 +194,10 @@ LaunchProgram forward_program(const Spec& spec, const Device& device, const Plan
     std::vector<Statement> body = {{If{prepares_forward(spec), {prepare_launch(spec, source, preparation)}}}};
     body.push_back({If{may_retain ? and_not(layout.compacts, retains) : layout.compacts, {gather_compact_launch(pass)}}});
     const auto steps = [&] {
-        std::vector<Statement> gemms = by_tokens(pass, gemm);
-        if (spec.top_k > 0) gemms.insert(gemms.begin(), {MemsetZero{workspace_at(layout.top_states), layout.top_state_bytes}});
-        return outputs_of_gemm(pass, std::move(gemms), top_classes_steps(pass, layout.top_keys, layout.top_states));
+        if (spec.top_k == 0) return outputs_of_gemm(pass, by_tokens(pass, gemm));
+        TopClassesAt last;
+        std::vector<Statement> gemms = top_steps(pass, last);
+        return outputs_of_gemm(pass, std::move(gemms), {top_classes_launch(pass, last)});
     };
     std::ranges::move(may_retain ? for_all_rows(pass, retaining_steps(pass)) : steps(), std::back_inserter(body));
     return {.body = std::move(body), .variable_count = forward_loops(spec)};

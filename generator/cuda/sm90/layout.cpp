@@ -51,6 +51,14 @@ std::int64_t top_list_bytes(const Spec& spec) {
     return spec.top_k == 0 ? 0 : top_list_keys(spec.top_k) * 8 + static_cast<std::int64_t>(sizeof(TopState));
 }
 
+/// Bytes of the classes of a row that are kept between launches over parts of the vocabulary.
+std::int64_t top_kept_bytes(const Spec& spec) { return std::int64_t{8} * (spec.top_k + spec.top_k / 4); }
+
+/// Bytes of a row's classes and sums between launches over parts of the vocabulary.
+std::int64_t top_row_bytes(const Spec& spec) {
+    return top_kept_bytes(spec) + static_cast<std::int64_t>(sizeof(TopState)) + std::int64_t{4} * partial_fields(spec);
+}
+
 /// Clusters divide clusters of rows × the vocabulary evenly, so that up to ⌈clusters / row clusters⌉ + 1 of them share rows. Where
 /// there are fewer tiles than clusters, each tile has its own.
 struct ClusterShare {
@@ -79,8 +87,9 @@ struct ClusterShare {
         const std::int64_t with_room = segments ? segment_bytes(spec, plan) / (of_part * tiles) : (most - clusters) / 2;
         row_clusters = std::clamp<std::int64_t>(std::min(with_room, cached), 1, clusters);
         if (spec.top_k == 0) return;
-        const std::int64_t lists = (plan.scratch_bytes - kBesideLists) / (top_list_bytes(spec) * writers * cluster_rows);
-        row_clusters = std::clamp<std::int64_t>((lists - all_clusters) / 2, 1, row_clusters);
+        const std::int64_t of_lists = top_list_bytes(spec) * writers * cluster_rows;
+        const std::int64_t left = plan.scratch_bytes - kBesideLists - all_clusters * of_lists;
+        row_clusters = std::clamp<std::int64_t>(left / (2 * of_lists + top_row_bytes(spec) * cluster_rows), 1, row_clusters);
     }
 };
 
@@ -197,6 +206,11 @@ ForwardLayoutSm90 forward_layout(const Spec& spec, const Device& device, const P
         f.top_state_bytes = lists * static_cast<std::int64_t>(sizeof(TopState));
         f.top_states = pieces.take(f.top_state_bytes);
         f.top_keys = pieces.take(lists * (8 * top_list_keys(spec.top_k)));
+        f.top_kept = pieces.take(min(n, cut.rows) * top_kept_bytes(spec));
+        f.top_bounds = pieces.take(min(n, cut.rows) * static_cast<std::int64_t>(sizeof(TopState)));
+        f.sums_run = true;
+        f.running_rows = f.partial_rows;
+        f.running = pieces.take(f.running_rows * (std::int64_t{4} * partial_fields(spec)));
         f.total = pieces.end();
     }
     f.compact = pieces.take(n * spec.hidden_size * static_cast<std::int64_t>(element_bytes(spec.dtype)));

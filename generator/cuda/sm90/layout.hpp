@@ -13,6 +13,8 @@ struct ForwardLayoutSm90 : ForwardLayout {
     Expr top_keys{0};  ///< lists of classes and their states, where the spec has a top_k
     Expr top_states{0};
     Expr top_state_bytes{0};
+    Expr top_kept{0};  ///< TopClassesParams::kept and bounds
+    Expr top_bounds{0};
 };
 [[nodiscard]] ForwardLayoutSm90 forward_layout(const Spec& spec, const Device& device, const Plan& plan);
 

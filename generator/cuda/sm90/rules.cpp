@@ -29,8 +29,9 @@ std::int64_t bytes_without_factors(const Spec& spec, GemmRole role, const GemmTi
     const std::int64_t ring = std::int64_t{128} * (tile.block_m + tile.block_n) * tile.stages;
     std::int64_t beside = 0;
     if (is_forward(role)) {
+        const std::int64_t fields = partial_fields(spec) + (spec.top_k > 0 ? 2 : 0);  // and of the states of lists of classes
         // Bytes of all parts' sums of every thread, of words for the consumers, and of the first thread's state.
-        beside = std::int64_t{parts} * 256 * 2 * (consumer_rows(tile) / 64) * partial_fields(spec) * 4 + std::int64_t{32} * (8 + 8) + 128;
+        beside = std::int64_t{parts} * 256 * 2 * (consumer_rows(tile) / 64) * fields * 4 + std::int64_t{32} * (8 + 8) + 128;
         // Panels that leave together: ForwardSm90::kPanelWidth.
         const int width = tile.block_n % 192 == 0 ? (partial_fields(spec) > 2 ? 1 : 3) : tile.block_n % 128 == 0 ? 2 : 1;
         if (role == GemmRole::forward_retain) beside += 2 * kPanelBytes * width;

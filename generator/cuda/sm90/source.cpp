@@ -20,16 +20,20 @@ std::string grad_weight_params(const Spec& spec, const Plan& plan) {
 
 CudaSource source(const Spec& spec, const Device& device, const Plan& plan) {
     const int segment = segment_tiles(spec, plan.cuda.forward);
-    KernelWriter writer(
-        spec, device, plan,
-        {.header = "sm90/kernels.cuh", .overlaps = true, .lists_rows = true, .segment_tiles = segment, .tells_falls = spec.top_k == 0});
+    KernelWriter writer(spec, device, plan,
+                        {.header = "sm90/kernels.cuh",
+                         .overlaps = true,
+                         .lists_rows = true,
+                         .segment_tiles = segment,
+                         .stretches = spec.top_k > 0,
+                         .tells_falls = spec.top_k == 0});
     // `name`: name of the type that states kSmemBytes and kThreads. `params`: name of the parameters.
     const auto gemm = [&](KernelRole kernel, GemmRole role, const GemmTile& tile, std::string_view name, std::string_view params,
                           std::string_view function) {
         writer.gemm({kernel, fmt::format("{}Sm90Params", params), fmt::format("{}_sm90", function), fmt::format("{}Sm90", name),
                      tile_type(tile), block(spec, role, tile)});
     };
-    const char* forward_params = rounds_weight(spec) ? "ForwardStretchSm90Params" : "ForwardSm90Params";
+    const char* forward_params = rounds_weight(spec) || spec.top_k > 0 ? "ForwardStretchSm90Params" : "ForwardSm90Params";
     const auto forward = [&](KernelRole kernel, const ForwardShape& shape) {
         writer.gemm({kernel, forward_params, "forward_sm90", "ForwardSm90", tile_type(shape.tile, shape.cluster),
                      forward_block(spec, shape), shape.role == forward_role(plan) ? "Problem" : "flce::Unretained<Problem>"});
@@ -39,7 +43,7 @@ CudaSource source(const Spec& spec, const Device& device, const Plan& plan) {
     const CudaPlan& tiles = plan.cuda;
     forward(KernelRole::forward, forward_shape(plan));
     forward(KernelRole::forward_few, few_tokens_shape(spec, plan));
-    if (spec.top_k > 0) writer.rows(KernelRole::top_classes, "TopClassesParams");
+    if (spec.top_k > 0) writer.rows(KernelRole::top_classes, "TopClassesParams", kTopThreads);
     writer.row_kernels();
     gemm(KernelRole::dlogits, GemmRole::dlogits, tiles.dlogits, "Dlogits", "Dlogits", "dlogits");
     gemm(KernelRole::grad_hidden, GemmRole::grad_hidden, tiles.grad_hidden, "GradHidden", smoothed + "GradHidden", "grad_hidden");
