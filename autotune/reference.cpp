@@ -102,6 +102,8 @@ ReferenceProblem reference_problem(const Spec& spec, const RandomLayer& layer) {
             .bias = layer.bias.data(),
             .class_weight = layer.class_weight,
             .class_offset = layer.class_offset,
+            .class_group = layer.class_group,
+            .row_group = layer.row_group,
             .target = layer.target,
             .temperature = layer.temperature,
             .token_weight = layer.token_weight,
@@ -242,6 +244,7 @@ typename BasicReference<Real>::Logit BasicReference<Real>::logit(std::int64_t to
         result.value /= temperature;
         result.derivative /= temperature;
     }
+    if (problem_.is_ruled_out(token, row)) return {-std::numeric_limits<Real>::infinity(), Real(0)};
     return result;
 }
 
@@ -252,6 +255,7 @@ Real BasicReference<Real>::class_weight(std::int64_t row) const {
 
 template <class Real>
 Real BasicReference<Real>::grad_logit(std::int64_t token, std::int64_t row, const Logit& z) const {
+    if (problem_.is_ruled_out(token, row)) return 0;
     const Spec& spec = problem_.spec;
     const auto i = static_cast<std::size_t>(token);
     const Real lse = lse_[i];
@@ -386,8 +390,10 @@ void BasicReference<Real>::reduce_token(std::size_t index, std::span<const Logit
     const Real lse = max + log_sum;
     // Other shards' classes have no logits here.
     const auto elsewhere = static_cast<Real>(spec.class_weight ? 0 : whole_vocab_size(spec) - spec.vocab_size);
-    const Real smooth = elsewhere * lse +
-                        sum_of<Real>(logits.size(), [&](std::size_t j) { return -class_weight(static_cast<std::int64_t>(j)) * log_p(j); });
+    Real smooth = 0;
+    if (spec.label_smoothing > 0)
+        smooth = elsewhere * lse +
+                 sum_of<Real>(logits.size(), [&](std::size_t j) { return -class_weight(static_cast<std::int64_t>(j)) * log_p(j); });
     const auto smoothing = static_cast<Real>(spec.label_smoothing);
     const Real z_loss = static_cast<Real>(spec.z_loss) * lse * lse;
     const auto share = static_cast<Real>(problem_.hard_weight());

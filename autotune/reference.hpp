@@ -21,6 +21,7 @@ struct ReferenceProblem {
     const std::byte* weight = nullptr;  ///< [P, D] or [D, P], spec dtype
     const std::byte* bias = nullptr;    ///< [V], spec dtype
     std::span<const float> class_weight, class_offset;
+    std::span<const std::int32_t> class_group, row_group;
     std::span<const std::int64_t> target;
     std::span<const float> temperature, token_weight;  ///< [N]
     std::span<const std::int64_t> teacher_ids;         ///< [N, K], and so are teacher_probs
@@ -32,6 +33,12 @@ struct ReferenceProblem {
     Summation summation = Summation::rounding;  ///< summation of the yardstick's logits
     std::function<void()> between_blocks{};     ///< called by every thread now and then; an exception ends the work
 
+    /// Whether the class belongs to the token's group and is not its target.
+    [[nodiscard]] bool is_ruled_out(std::int64_t token, std::int64_t row) const {
+        if (!spec.class_groups) return false;
+        const std::int32_t group = row_group[static_cast<std::size_t>(token)];
+        return group >= 0 && group == class_group[static_cast<std::size_t>(row)] && target[static_cast<std::size_t>(token)] != row;
+    }
     /// The share of the target in the cross entropy.
     [[nodiscard]] double hard_weight() const { return spec.teacher_top_k > 0 ? spec.hard_weight : 1.0; }
     /// Calls `visit` with every class that the token's teacher names, its place among them and its probability.

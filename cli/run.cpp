@@ -60,6 +60,8 @@ public:
         if (spec.bias) bias_ = checked("bias", dtype, {spec.vocab_size});
         if (spec.class_weight) class_weight_ = checked("class_weight", ScalarType::fp32, {spec.vocab_size});
         if (spec.class_offset) class_offset_ = checked("class_offset", ScalarType::fp32, {spec.vocab_size});
+        if (spec.class_groups) class_group_ = checked("class_group", ScalarType::int32, {spec.vocab_size});
+        if (spec.class_groups) row_group_ = checked("row_group", ScalarType::int32, {n});
         if (spec.temperature) temperature_ = checked("temperature", ScalarType::fp32, {n});
         if (spec.token_weight) token_weight_ = checked("token_weight", ScalarType::fp32, {n});
         if (spec.grad_weight_mode != GradMode::accumulate) return;
@@ -85,6 +87,8 @@ public:
         if (bias_) inputs.bias = load("bias", device, bias_, dtype);
         if (class_weight_) inputs.class_weight = load("class_weight", device, class_weight_, ScalarType::fp32);
         if (class_offset_) inputs.class_offset = load("class_offset", device, class_offset_, ScalarType::fp32);
+        if (class_group_) inputs.class_group = load("class_group", device, class_group_, ScalarType::int32);
+        if (row_group_) inputs.row_group = load("row_group", device, row_group_, ScalarType::int32);
         if (temperature_) inputs.temperature = load("temperature", device, temperature_, ScalarType::fp32);
         if (token_weight_) inputs.token_weight = load("token_weight", device, token_weight_, ScalarType::fp32);
         return inputs;
@@ -179,8 +183,8 @@ private:
 
     SafetensorsSet files_;
     const Spec& spec_;
-    SafetensorsSet::Found hidden_, weight_, target_, bias_, class_weight_, class_offset_, temperature_, token_weight_, teacher_ids_,
-        teacher_probs_;
+    SafetensorsSet::Found hidden_, weight_, target_, bias_, class_weight_, class_offset_, class_group_, row_group_, temperature_,
+        token_weight_, teacher_ids_, teacher_probs_;
     SafetensorsSet::Found teacher_hidden_, teacher_weight_, teacher_bias_;
     SafetensorsSet::Found grad_weight_, grad_bias_;
 };
@@ -303,8 +307,9 @@ void add_run(CLI::App& app, Action& action) {
     CLI::App* command = app.add_subcommand("run", "Loss and gradients of real tensors (safetensors)");
     command->footer(
         "\nReads hidden [N, D], weight ([V, D], or [D, V] with layout=hidden_major), target [N] (I32 or I64) and, where the spec says so,\n"
-        "bias [V], class_weight and class_offset [V], temperature [N] and token_weight [N] (F32), teacher_ids [N, K] (I32 or I64, -1 for "
-        "none) and\n"
+        "bias [V], class_weight and class_offset [V], temperature [N] and token_weight [N] (F32), class_group [V] and row_group [N] "
+        "(I32),\n"
+        "teacher_ids [N, K] (I32 or I64, -1 for none) and\n"
         "teacher_probs [N, K] (F32); with grad_weight_mode=accumulate also grad_weight and grad_bias to add to (else they start at 0).\n"
         "Writes loss, lse, grad_hidden, grad_weight and what else the spec asks for.\n\n"
         "Examples:\n  flce run --spec D=2048,V=151936,dtype=bf16 --input step.safetensors --out grads.safetensors\n"

@@ -16,6 +16,7 @@ enum class Elements : std::uint8_t {
     grad_hidden,  ///< Spec::grad_hidden_dtype
     grad_weight,  ///< Spec::grad_weight_dtype
     fp32,
+    int32,
     label,  ///< int32 or int64
     count,  ///< fp32, int32 or int64
     uint64,
@@ -45,6 +46,7 @@ enum class Condition : std::uint8_t {
     bias,
     class_weight,
     class_offset,
+    class_groups,
     temperature,
     token_weight,
     teacher,
@@ -74,6 +76,8 @@ enum class Use : std::uint8_t { none, read, may_read, write, may_write };  ///< 
     X(bias,                spec,        classes,          bias,               read,      read,     none,      read)                        \
     X(class_weight,        fp32,        classes,          class_weight,       read,      read,     none,      read)                        \
     X(class_offset,        fp32,        classes,          class_offset,       read,      read,     none,      read)                        \
+    X(class_group,         int32,       classes,          class_groups,       read,      read,     none,      read)                        \
+    X(row_group,           int32,       tokens,           class_groups,       read,      read,     none,      read)                        \
     X(target,              label,       tokens,           always,             read,      read,     read,      read)                        \
     X(temperature,         fp32,        tokens,           temperature,        read,      read,     read,      read)                        \
     X(token_weight,        fp32,        tokens,           token_weight,       read,      may_read, read,      read)                        \

@@ -112,6 +112,16 @@ void check_support(const Spec& s) {
     }
 }
 
+/// Classes that a row's group rules out have no place among a teacher's, in a list of the largest, or in a sum over all classes.
+void check_class_groups(const Spec& s) {
+    if (!s.class_groups) return;
+    constexpr std::string_view kOfAllClasses = "left out with class_groups, which rule classes out of a row's softmax";
+    if (s.label_smoothing != 0.0) refuse("label_smoothing", s.label_smoothing, kOfAllClasses);
+    if (s.teacher_top_k != 0) refuse("teacher_top_k", s.teacher_top_k, kOfAllClasses);
+    if (has_teacher_head(s)) refuse("teacher_hidden_size", s.teacher_hidden_size, kOfAllClasses);
+    if (s.top_k != 0) refuse("top_k", s.top_k, kOfAllClasses);
+}
+
 void check_options(const Spec& s) {
     check_logits("", s.logit_scale, s.softcap);
     if (!(s.label_smoothing >= 0.0 && s.label_smoothing <= 1.0)) refuse("label_smoothing", s.label_smoothing, "from 0 to 1");
@@ -133,6 +143,7 @@ void check_options(const Spec& s) {
     }
     if (s.top_k > 0 && rounds_weight(s)) refuse("weight_dtype", to_string(weight_dtype(s)), "the dtype where there is a top_k");
     check_support(s);
+    check_class_groups(s);
     if (s.dft && !s.outputs.logprobs) refuse("dft", true, "false where outputs has no logprobs, which backward reads for it");
 }
 
@@ -277,9 +288,9 @@ std::size_t SpecHash::operator()(const Spec& s) const noexcept {
                              static_cast<std::uint64_t>(s.grad_weight_dtype), static_cast<std::uint64_t>(s.grad_weight_mode)}) {
         bits = bits << 4 | field;
     }
-    for (const bool flag : {s.tied, s.bias, s.class_weight, s.class_offset, s.temperature, s.token_weight, s.batch_invariant, s.dft,
-                            s.support, s.teacher_bias, s.outputs.loss, s.outputs.lse, s.outputs.logprobs, s.outputs.entropy, s.outputs.top1,
-                            s.outputs.log_sum_sq_probs}) {
+    for (const bool flag : {s.tied, s.bias, s.class_weight, s.class_offset, s.class_groups, s.temperature, s.token_weight,
+                            s.batch_invariant, s.dft, s.support, s.teacher_bias, s.outputs.loss, s.outputs.lse, s.outputs.logprobs,
+                            s.outputs.entropy, s.outputs.top1, s.outputs.log_sum_sq_probs}) {
         bits = bits << 1 | static_cast<std::uint64_t>(flag);
     }
     auto real = [](double value) { return std::bit_cast<std::uint64_t>(value + 0.0); };  // 0 and −0 are equal

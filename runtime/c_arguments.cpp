@@ -189,6 +189,7 @@ const char* name_of(Elements elements) {
         case Elements::fp32: return "fp32";
         case Elements::label: return "label";
         case Elements::count: return "count";
+        case Elements::int32: return "int32";
         case Elements::uint64: return "uint64";
         case Elements::int64: return "int64";
     }

@@ -59,6 +59,7 @@ static_assert(sizeof(BackwardArgs) == field_count(kBackwardFields) * sizeof(Tens
         case Elements::grad_hidden: return TypeSet(scalar_type_of(grad_hidden_dtype(spec)));
         case Elements::grad_weight: return TypeSet(scalar_type_of(spec.grad_weight_dtype));
         case Elements::fp32: return TypeSet(ScalarType::fp32);
+        case Elements::int32: return TypeSet(ScalarType::int32);
         case Elements::label: return TypeSet(ScalarType::int32, ScalarType::int64);
         case Elements::count: return TypeSet(ScalarType::fp32, ScalarType::int32, ScalarType::int64);
         case Elements::uint64: return TypeSet(ScalarType::uint64);
@@ -128,6 +129,7 @@ struct CallSizes {
         case Condition::bias: return spec.bias;
         case Condition::class_weight: return spec.class_weight;
         case Condition::class_offset: return spec.class_offset;
+        case Condition::class_groups: return spec.class_groups;
         case Condition::temperature: return spec.temperature;
         case Condition::token_weight: return spec.token_weight;
         case Condition::teacher: return spec.teacher_top_k > 0;
@@ -155,6 +157,7 @@ struct CallSizes {
         case Condition::bias: return "the spec has no bias";
         case Condition::class_weight: return "the spec has no class_weight";
         case Condition::class_offset: return "the spec has no class_offset";
+        case Condition::class_groups: return "the spec has no class_groups";
         case Condition::temperature: return "the spec has no temperature";
         case Condition::token_weight: return "the spec has no token_weight";
         case Condition::teacher: return "the spec has no teacher_top_k";

@@ -23,7 +23,15 @@ struct GradRow {
     RowCoefficients coefficients;
     float temperature;
     std::int32_t target;  ///< column of the label within the vocabulary chunk, or one of the above
+    std::int32_t group;   ///< group whose columns are ruled out, but for the target; -1: none
 };
+
+/// One token in forward, where the spec has class_groups.
+struct GroupRow {
+    std::int32_t target;  ///< column of the label within the tile, or GradRow::kElsewhere
+    std::int32_t group;   ///< group of GradRow
+};
+inline constexpr std::int32_t kNoClassGroup = -2;  ///< group of a column that belongs to none, which no row has
 
 /// C[micro_m, micro_n] = A·B, or += A·B when `accumulate` is not 0, over `units` of depth. Meanwhile it asks for the cache lines from
 /// `prefetch` on, kPrefetchBytes for each unit.
@@ -34,14 +42,16 @@ inline constexpr std::int64_t kPrefetchBytes = 16;
 /// contiguous) or between depths (where lines are).
 using PackPanel = void (*)(const void* source, std::int64_t ld, void* panel, std::int64_t valid, std::int64_t depth);
 /// Transforms the logits z [rows, cols] in place (columns past cols, up to the next full vector, become −infinity) and writes each row's
-/// sums; target_logit and top1 are left alone. `temperatures`: the rows', read where the spec has temperature, as `class_offset` is.
+/// sums; target_logit and top1 are left alone. `temperatures`: the rows', read where the spec has temperature, as `class_offset` is;
+/// `group_rows` and the columns' `class_groups` where it has class_groups.
 using ForwardTile = void (*)(float* z, std::int64_t ldz, std::int64_t rows, std::int64_t cols, const float* bias, const float* class_weight,
-                             const float* parameters, const float* temperatures, RowSums* sums, const float* class_offset);
+                             const float* parameters, const float* temperatures, RowSums* sums, const float* class_offset,
+                             const GroupRow* group_rows, const std::int32_t* class_groups);
 /// Turns z [rows, cols] into the gradient of hidden · weightᵀ + bias, in place; columns cols … width − 1 become 0. Column 0 is the
 /// chunk's `first_column`.
 using BackwardTile = void (*)(float* z, std::int64_t ldz, std::int64_t rows, std::int64_t cols, std::int64_t width, const float* bias,
                               const float* class_weight, const float* parameters, const GradRow* grad_rows, std::int64_t first_column,
-                              const float* class_offset);
+                              const float* class_offset, const std::int32_t* class_groups);
 /// out[c] = Σ_r x[r, c], in order of r.
 using ColumnSums = void (*)(const float* x, std::int64_t ldx, std::int64_t rows, std::int64_t cols, float* out);
 /// Converts x [rows, cols] into the destination's dtype, writing or accumulating as the function's name says.

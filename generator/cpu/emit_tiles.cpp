@@ -58,9 +58,26 @@ struct LogitTracer {
     }
 };
 
+/// The group and the target's column of a row, each in every lane; null where the spec has no class_groups.
+struct RowGroup {
+    Value* group = nullptr;
+    Value* target = nullptr;
+};
+
+/// Whether columns from `column` on are ruled out of the row's softmax, by lane. `first_column`: what a target's column is counted from.
+Value* ruled_out(FunctionBuilder& f, const RowGroup& row, Value* class_groups, Value* column, Value* first_column) {
+    auto& ir = f.ir();
+    const int lanes = f.target().lanes();
+    Value* ids = ir.CreateAdd(f.splat(ir.CreateTrunc(ir.CreateAdd(column, first_column), ir.getInt32Ty()), lanes),
+                              ir.CreateStepVector(f.int_type(32, lanes)));
+    Value* same = ir.CreateICmpEQ(f.load_bits(f.at(class_groups, column, 4), 32, lanes), row.group);
+    return ir.CreateAnd(same, ir.CreateICmpNE(ids, row.target));
+}
+
 /// First pass over a row: transformed logits in place; returns {largest, Σ c·z} by lane. The largest is never below the lowest finite
 /// number: differences to it are no NaN where every logit is −infinity.
-Values transform_row(FunctionBuilder& f, const LogitTracer& tracer, Value* row, Value* cols, Value* class_weight, Value* temperature) {
+Values transform_row(FunctionBuilder& f, const LogitTracer& tracer, Value* row, Value* cols, Value* class_weight, Value* temperature,
+                     const RowGroup& group) {
     auto& ir = f.ir();
     const int lanes = f.target().lanes();
     const float infinity = std::numeric_limits<float>::infinity();
@@ -68,6 +85,9 @@ Values transform_row(FunctionBuilder& f, const LogitTracer& tracer, Value* row, 
     Value* lowest = f.float_splat(std::numeric_limits<float>::lowest(), lanes);
     return for_columns(f, cols, {lowest, zero}, [&](Value* column, Value* mask, const Values& carried) {
         Value* z = tracer.at(row, column, temperature).logit.value(f, lanes);
+        if (group.group != nullptr) {
+            z = ir.CreateSelect(ruled_out(f, group, f.arg(11), column, f.i64(0)), f.float_splat(-infinity, lanes), z);
+        }
         Value* weighted = carried[1];
         if (tracer.spec.label_smoothing > 0) {
             Value* summand = mask != nullptr ? ir.CreateSelect(mask, z, zero) : z;
@@ -79,6 +99,15 @@ Values transform_row(FunctionBuilder& f, const LogitTracer& tracer, Value* row, 
         f.store_float(z, f.at(row, column, 4), DType::fp32, lanes);
         return Values{f.max(z, carried[0]), weighted};
     });
+}
+
+/// The GroupRow of row r.
+RowGroup row_group(FunctionBuilder& f, Value* rows, Value* r) {
+    Value* row = f.byte_offset(rows, f.ir().CreateMul(r, f.i64(sizeof(GroupRow))));
+    const auto field = [&](std::size_t offset) {
+        return f.splat(f.load_bits(f.byte_offset(row, f.i64(static_cast<std::int64_t>(offset))), 32, 0), f.target().lanes());
+    };
+    return {field(offsetof(GroupRow, group)), field(offsetof(GroupRow, target))};
 }
 
 /// Makes of −infinity, or nearly, a number that times an exponential of 0 is 0. NaN stays.
@@ -104,16 +133,17 @@ Values sum_row(FunctionBuilder& f, const Spec& spec, Value* row, Value* cols, Va
 }  // namespace
 
 void emit_forward_tile(llvm::Module& module, const VectorTarget& target, const std::string& symbol, const Spec& spec) {
-    FunctionBuilder f(
-        module, target, symbol,
-        {Arg::pointer, Arg::i64, Arg::i64, Arg::i64, Arg::pointer, Arg::pointer, Arg::pointer, Arg::pointer, Arg::pointer, Arg::pointer});
+    FunctionBuilder f(module, target, symbol,
+                      {Arg::pointer, Arg::i64, Arg::i64, Arg::i64, Arg::pointer, Arg::pointer, Arg::pointer, Arg::pointer, Arg::pointer,
+                       Arg::pointer, Arg::pointer, Arg::pointer});
     auto& ir = f.ir();
     const int lanes = target.lanes();
     const LogitTracer tracer(f, spec, f.arg(4), f.arg(6), f.arg(9));
     f.loop(f.i64(0), f.arg(2), 1, [&](Value* r) {
         Value* row = f.at(f.arg(0), ir.CreateMul(r, f.arg(1)), 4);
         Value* temperature = spec.temperature ? f.splat(f.load_float(f.at(f.arg(7), r, 4), DType::fp32, 0), lanes) : nullptr;
-        const Values first = transform_row(f, tracer, row, f.arg(3), f.arg(5), temperature);
+        const RowGroup group = spec.class_groups ? row_group(f, f.arg(10), r) : RowGroup{};
+        const Values first = transform_row(f, tracer, row, f.arg(3), f.arg(5), temperature, group);
         Value* largest = f.reduce_max(first[0], lanes);
         const Values second = sum_row(f, spec, row, f.arg(3), f.splat(largest, lanes));
         Value* sums = f.byte_offset(f.arg(8), ir.CreateMul(r, f.i64(sizeof(RowSums))));
@@ -140,6 +170,7 @@ struct GradRowValues {
     Value* s;
     Value* temperature;
     Value* target;
+    Value* group;
 
     GradRowValues(FunctionBuilder& f, Value* rows, Value* r) {
         auto& ir = f.ir();
@@ -157,6 +188,7 @@ struct GradRowValues {
         s = field(kCoefficients + offsetof(RowCoefficients, s));
         temperature = field(offsetof(GradRow, temperature));
         target = f.splat(f.load_bits(f.byte_offset(row, f.i64(offsetof(GradRow, target))), 32, 0), lanes);
+        group = f.splat(f.load_bits(f.byte_offset(row, f.i64(offsetof(GradRow, group))), 32, 0), lanes);
     }
 };
 
@@ -187,6 +219,7 @@ Value* logit_gradient(FunctionBuilder& f, const LogitTracer& tracer, const GradR
                               ir.CreateStepVector(f.int_type(32, lanes)));
     dz = ir.CreateFSub(dz, ir.CreateSelect(ir.CreateICmpEQ(ids, g.target), g.t, zero));
     if (!traced.derivative.is_constant()) dz = ir.CreateFMul(dz, traced.derivative.value(f, lanes));
+    if (tracer.spec.class_groups) dz = ir.CreateSelect(ruled_out(f, {g.group, g.target}, f.arg(11), column, f.arg(9)), zero, dz);
     return dz;
 }
 
@@ -195,7 +228,7 @@ Value* logit_gradient(FunctionBuilder& f, const LogitTracer& tracer, const GradR
 void emit_backward_tile(llvm::Module& module, const VectorTarget& target, const std::string& symbol, const Spec& spec) {
     FunctionBuilder f(module, target, symbol,
                       {Arg::pointer, Arg::i64, Arg::i64, Arg::i64, Arg::i64, Arg::pointer, Arg::pointer, Arg::pointer, Arg::pointer,
-                       Arg::i64, Arg::pointer});
+                       Arg::i64, Arg::pointer, Arg::pointer});
     auto& ir = f.ir();
     const int lanes = target.lanes();
     const LogitTracer tracer(f, spec, f.arg(5), f.arg(7), f.arg(10));

@@ -58,6 +58,10 @@ SlotLayout slot_layout(const Spec& spec, const CpuPlan& plan) {
     slot.bias = arena.take(std::int64_t{4} * plan.block_n);
     slot.class_weight = arena.take(std::int64_t{4} * plan.block_n);
     slot.class_offset = arena.take(std::int64_t{4} * plan.block_n);
+    if (spec.class_groups) {
+        slot.class_groups = arena.take(std::int64_t{4} * plan.block_n);
+        slot.group_rows = arena.take(plan.block_m * static_cast<std::int64_t>(sizeof(GroupRow)));
+    }
     slot.sums = arena.take(round_up(plan.block_m, row_step(plan)) * static_cast<std::int64_t>(sizeof(RowSums)));
     if (has_teacher_head(spec)) {
         slot.teacher_tile = arena.take(std::int64_t{4} * round_up(plan.block_m, row_step(plan)) * plan.block_n);

@@ -31,6 +31,8 @@ struct SlotLayout {
     std::int64_t bias = 0;          ///< fp32 [block_n]
     std::int64_t class_weight = 0;  ///< fp32 [block_n]
     std::int64_t class_offset = 0;  ///< fp32 [block_n]
+    std::int64_t class_groups = 0;  ///< where the spec has class_groups: int32 [block_n]
+    std::int64_t group_rows = 0;    ///< and GroupRow [block_m]
     std::int64_t sums = 0;          ///< RowSums [block_m]
     std::int64_t teacher_tile = 0;  ///< where the spec has a teacher's head: fp32 [block_m, block_n]
     std::int64_t teacher_bias = 0;  ///< and fp32 [block_n]

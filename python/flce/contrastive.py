@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flce import errors, functional
 from flce.budget import MemoryBudget
-from flce.call import _op
+from flce.call import _groups, _op
 from flce.call._arguments import refuse_tangent
 from flce.call._checks import DTYPES, HIDDEN_MULTIPLE, TARGET_DTYPES, is_dtensor
 from flce.call._options import call_options
@@ -43,6 +43,7 @@ def info_nce(
     positives: Tensor | None = None,
     negatives: Tensor | None = None,
     negative_log_q: Tensor | None = None,
+    mask: tuple[Tensor, Tensor] | None = None,
     symmetric: bool = False,
     reduction: str = "mean",
     process_group: Any = None,
@@ -69,6 +70,10 @@ def info_nce(
         negative_log_q: [M] of a floating dtype, finite, with no gradient: −log of the probability that a document was drawn with, which is
             added to its scores, the positive's too (sampled softmax, doi 10.1145/3298689.3346996). Kept to 24 bits in 16-bit dtypes. For it
             queries and documents are copied.
+        mask: (of_queries, of_documents), [N] and [M] int64 or int32, any numbers, such as hashes of texts: a document whose number is the
+            query's counts for nothing in that query's softmax, unless it is the query's positive. A number below 0 is equal to none. With
+            symmetric a query whose number is a positive document's counts for nothing in that document's softmax, but for its own. With
+            process_group of_queries and of_documents are this rank's, and meet all ranks'.
         symmetric: the mean of this loss and of that of each positive document among all queries, as CLIP has it. The second takes no
             negative_log_q.
         reduction: "none" gives [N], 0 for ignored queries; "sum" and "mean" a scalar, fp32. "mean" divides by the number of queries that
@@ -98,6 +103,8 @@ def info_nce(
     def check() -> None:
         checks.flag("symmetric", symmetric)
         _check(queries, documents, scale, positives, negative_log_q, reduction)
+        if mask is not None:
+            _groups.check_mask(mask, queries, documents)
         if negatives is not None:
             _check_negatives(negatives, queries, symmetric, documents_per_block)
         if documents_per_block is not None:
@@ -109,7 +116,7 @@ def info_nce(
     else:
         learned = scale if isinstance(scale, Tensor) and scale.requires_grad else None
         said = {"positives": positives, "negative_log_q": negative_log_q, "symmetric": symmetric or None, "scale's gradient": learned}
-        said |= {"scale as a tensor": scale if isinstance(scale, Tensor) else None}
+        said |= {"scale as a tensor": scale if isinstance(scale, Tensor) else None, "mask": mask}
         places = _over_ranks(process_group, queries, documents, check, said, negatives, documents_per_block, scale, reduction)
     options = {
         "reduction": reduction,
@@ -124,15 +131,21 @@ def info_nce(
         rows, classes = _with_added(rows, documents, negative_log_q.to(torch.float32) / _number_of(scale), places.group)
     way = _Way(scale, queries.shape[1], documents_per_block, places, options)
     if negatives is not None:
-        return way.loss_of_named(rows, classes, negatives)
-    loss = way.loss(rows, classes, places.positives, places.of_documents)
+        return way.loss_of_named(rows, classes, negatives, mask)
+    loss = way.loss(rows, classes, places.positives, places.of_documents, mask)
     if not symmetric:
         return loss
-    own = documents[: queries.shape[0]] if positives is None else documents[positives.clamp(0, documents.shape[0] - 1).long()]
+    own = _positive_rows(documents, queries, positives)
     if documents_per_block is None:
         own = _watched(own, scale)
-    back = way.loss(own, queries, places.queries, places.of_queries)
+    exchanged = None if mask is None else (_positive_rows(mask[1], queries, positives), mask[0])
+    back = way.loss(own, queries, places.queries, places.of_queries, exchanged)
     return (loss + back) / 2
+
+
+def _positive_rows(documents: Tensor, queries: Tensor, positives: Tensor | None) -> Tensor:
+    """Each query's row of documents, or of their numbers."""
+    return documents[: queries.shape[0]] if positives is None else documents[positives.clamp(0, documents.shape[0] - 1).long()]
 
 
 class _Places(NamedTuple):
@@ -257,24 +270,41 @@ class _Way(NamedTuple):
     places: _Places
     options: dict[str, Any]
 
-    def loss(self, rows: Tensor, classes: Tensor, target: Tensor, there: _Classes) -> Tensor:
+    def loss(self, rows: Tensor, classes: Tensor, target: Tensor, there: _Classes, mask: Any) -> Tensor:
+        """`mask`: numbers of this rank's rows and classes, or None."""
         if sum(there.of_ranks) == 1:
             return _of_one_document(rows, classes, target, self.options["reduction"])
         scale, options = self.scale, dict(self.options)
+        groups = None if mask is None else _groups.groups_of(self._of_all_rows(mask[0], there), mask[1])
         if not isinstance(scale, Tensor):
             options["logit_scale"] = float(scale)
         if self.per_block is not None:
             blocks = _blocks.Blocks(self.per_block, there.of_ranks, self.places.rank, self.places.group)
             of_call = call_options(return_loss=True, **options)
-            return _blocks.cross_entropy(rows, classes, target, scale, blocks, of_call, self.columns)
+            return _blocks.cross_entropy(rows, classes, target, scale, blocks, of_call, self.columns, groups)
         if isinstance(scale, Tensor):
             options["temperature"] = (1 / _number_of(scale)).expand(target.shape)
         if options["workspace_limit_bytes"] is None and rows.is_cuda:
             options["workspace_limit_bytes"] = _enough_bytes(target.shape[0], rows.shape[1])
-        loss: Tensor = functional.linear_cross_entropy(rows, classes, target, **options, **there.over)
+        loss: Tensor = functional.cross_entropy_of_groups(rows, classes, target, groups, **options, **there.over)
         return loss
 
-    def loss_of_named(self, rows: Tensor, classes: Tensor, negatives: Tensor) -> Tensor:
+    def _of_all_rows(self, numbers: Tensor, there: _Classes) -> Tensor:
+        """All ranks' numbers of as many rows."""
+        group = self.places.group
+        return numbers if group is None else _parallel.gathered(group, numbers.long(), len(there.of_ranks))
+
+    def _of_all_classes(self, numbers: Tensor, there: _Classes) -> Tensor:
+        """All ranks' numbers of their classes."""
+        if self.places.group is None:
+            return numbers
+        most = max(there.of_ranks)
+        padded = numbers.new_full((most,), -1, dtype=torch.int64)
+        padded[: numbers.shape[0]] = numbers
+        everyone = self._of_all_rows(padded, there).view(-1, most)
+        return torch.cat([of_rank[:count] for of_rank, count in zip(everyone, there.of_ranks, strict=True)])
+
+    def loss_of_named(self, rows: Tensor, classes: Tensor, negatives: Tensor, mask: Any) -> Tensor:
         """The loss of each query's positive among the documents that are named for it."""
         there, positives = self.places.of_documents, self.places.positives.long()
         options, documents = dict(self.options), sum(there.of_ranks)
@@ -284,6 +314,8 @@ class _Way(NamedTuple):
         if self.places.group is not None:
             negatives = _parallel.gathered(self.places.group, negatives.long(), len(there.of_ranks))
         others = torch.where(negatives == positives[:, None], -1, negatives)
+        if mask is not None:
+            others = _groups.without_groups(others, self._of_all_rows(mask[0], there), self._of_all_classes(mask[1], there))
         counts = positives != -100
         # A fault is none of the documents', and not -1, which is no fault of a negative.
         own = torch.where((positives < 0) | (positives >= documents), documents, positives)

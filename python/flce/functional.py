@@ -201,6 +201,15 @@ def linear_cross_entropy(hidden: Any, weight: _Head, target: Any, **options: Any
     return given.run(hidden, target, return_loss=True)
 
 
+def cross_entropy_of_groups(hidden: Tensor, weight: Tensor, target: Tensor, groups: tuple[Tensor, Tensor] | None, **options: Any) -> Any:
+    """`linear_cross_entropy` where a class counts for nothing for rows of its own group, unless it is the target. `groups`: numbers of
+    rows [N] and of weight's classes [V], int32, those below 0 of no group; None: there are none."""
+    given = _Given("cross_entropy", weight, options)
+    if groups is not None:
+        given.tensors["row_group"], given.tensors["class_group"] = groups
+    return given.run(hidden, target, return_loss=True)
+
+
 def _of_several(hidden: Sequence[Tensor], weight: _Head, target: Any, options: dict[str, Any], loss_weights: Any) -> Any:
     """`linear_cross_entropy` of several hidden states: one call of all rows, and the depths' losses of the rows' losses."""
     reduction = options.pop("reduction", "mean")

@@ -63,6 +63,7 @@ def get_kernel(
     bias: bool = False,
     class_weight: bool = False,
     class_offset: bool = False,
+    class_groups: bool = False,
     temperature: bool = False,
     token_weight: bool = False,
     logit_scale: float | None = None,
@@ -88,9 +89,9 @@ def get_kernel(
 
     dtype is hidden's, bf16 where none is given, weight_dtype the weight's where it differs (fp32 under autocast), grad_weight_dtype
     grad_weight_out's where that differs from the weight's; hidden_major: the weight is the view `w.t()` of a [D, V]; accumulate: with
-    grad_weight_out; temperature: a call has one that is not the number 1; token_weight: a call has them. num_tokens: rows of the call's
-    hidden; their token bucket (docs/tuning.md) chooses the plan, and what workspace_limit_bytes leaves for scratch depends on their number.
-    None: a plan for 4096 tokens. device: None means the current CUDA device, or the CPU where there is none.
+    grad_weight_out; temperature: a call has one that is not the number 1; token_weight: a call has them; class_groups: `info_nce` has a
+    mask. num_tokens: rows of the call's hidden; their token bucket (docs/tuning.md) chooses the plan, and what workspace_limit_bytes leaves
+    for scratch depends on their number. None: a plan for 4096 tokens. device: None means the current CUDA device, or the CPU where there is none.
     strict: a kernel that no cache has is a CacheMissError that names the `flce prewarm` to run, and a cache that cannot be used an
         UnavailableError;
     None: as `set_strict` or FLCE_STRICT says. Raises ArgumentError, DTypeError, SpecError, PlanError, UnavailableError, CompileError,
@@ -124,7 +125,7 @@ def get_kernel(
         teacher_top_k=teacher_top_k,
         hard_weight=hard_weight,
     )
-    of_classes = {"bias": bias, "class_weight": class_weight, "class_offset": class_offset}
+    of_classes = {"bias": bias, "class_weight": class_weight, "class_offset": class_offset, "class_groups": class_groups}
     of_tokens = {"temperature": temperature, "token_weight": token_weight}
     flags = {"hidden_major": hidden_major, "accumulate": accumulate, **of_classes, **of_tokens}
     for name, flag in flags.items():

@@ -21,7 +21,15 @@ def close(got: torch.Tensor, right: torch.Tensor) -> None:
     torch.testing.assert_close(got, right, rtol=2e-5, atol=2e-6)
 
 
-def equals_one_process(uneven: bool, symmetric: bool, learned: bool, drawn: bool, positives: bool, named: int = 0) -> None:
+def numbers_of(queries: int, documents: int, groups: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Numbers of so many groups, some below 0."""
+    of_queries, of_documents = (
+        torch.randint(-1, groups, (count,), generator=generator(seed), device=device()) for count, seed in ((queries, 6), (documents, 7))
+    )
+    return of_queries << 40, of_documents << 40
+
+
+def equals_one_process(uneven: bool, symmetric: bool, learned: bool, drawn: bool, positives: bool, named: int = 0, groups: int = 0) -> None:
     ranks, rank = dist.get_world_size(), dist.get_rank()
     of_rank = [N + 3 + (4 * other if uneven else 0) for other in range(ranks)]
     start, total = sum(of_rank[:rank]), sum(of_rank)
@@ -36,7 +44,8 @@ def equals_one_process(uneven: bool, symmetric: bool, learned: bool, drawn: bool
     scale: Any = torch.tensor(13.0, device=device(), requires_grad=True) if learned else 13.0
     both = [tensor.requires_grad_() for tensor in (queries, documents)]
     whole = [*both, *([scale] if learned else [])]
-    of_all = {"negative_log_q": negative_log_q, "symmetric": symmetric, "negatives": negatives}
+    mask = numbers_of(N * ranks, total, groups) if groups else None
+    of_all = {"negative_log_q": negative_log_q, "symmetric": symmetric, "negatives": negatives, "mask": mask}
     right = flce.info_nce(*both, scale=scale, positives=of_queries, **of_all)
     gradients = torch.autograd.grad(right, whole)
 
@@ -46,6 +55,7 @@ def equals_one_process(uneven: bool, symmetric: bool, learned: bool, drawn: bool
         "positives": of_queries[of_mine] if positives else None,
         "negatives": negatives[of_mine] if negatives is not None else None,
         "negative_log_q": negative_log_q[of_documents] if negative_log_q is not None else None,
+        "mask": (mask[0][of_mine], mask[1][of_documents]) if mask is not None else None,
         "symmetric": symmetric,
         "process_group": init_device_mesh(device(), (ranks,)) if uneven else dist.group.WORLD,
     }
@@ -62,7 +72,7 @@ def equals_one_process(uneven: bool, symmetric: bool, learned: bool, drawn: bool
     close(rows.sum() / (of_queries >= 0).sum(), right)
 
 
-def has_the_bits_of_one_process(dtype: torch.dtype, reduction: str, symmetric: bool, drawn: bool, uneven: bool) -> None:
+def has_the_bits_of_one_process(dtype: torch.dtype, reduction: str, symmetric: bool, drawn: bool, uneven: bool, groups: int = 0) -> None:
     """Bits of one batch, of this process alone and of 2, 3, 4, 6 or 12 ranks."""
     ranks, rank, pairs, block = dist.get_world_size(), dist.get_rank(), 24, 2
     total = pairs if symmetric else 2 * pairs
@@ -75,7 +85,8 @@ def has_the_bits_of_one_process(dtype: torch.dtype, reduction: str, symmetric: b
     negative_log_q = torch.rand(total, generator=generator(4), device=device()) * 9 if drawn else None
     scale = torch.tensor(13.0, device=device(), requires_grad=True)
     options = {"symmetric": symmetric, "reduction": reduction, "documents_per_block": block}
-    right = flce.info_nce(queries, documents, scale=scale, positives=positives, negative_log_q=negative_log_q, **options)
+    mask = numbers_of(pairs, total, groups) if groups else None
+    right = flce.info_nce(queries, documents, scale=scale, positives=positives, negative_log_q=negative_log_q, mask=mask, **options)
     above = torch.rand(right.shape, generator=generator(5), device=device())
     whole = torch.autograd.grad(right, [queries, documents, scale], above)
     assert all(gradient.count_nonzero() for gradient in whole)
@@ -88,6 +99,7 @@ def has_the_bits_of_one_process(dtype: torch.dtype, reduction: str, symmetric: b
         scale=scale,
         positives=None if positives is None else positives[mine],
         negative_log_q=None if negative_log_q is None else negative_log_q[of_documents],
+        mask=None if mask is None else (mask[0][mine], mask[1][of_documents]),
         process_group=dist.group.WORLD,
         **options,
     )
@@ -124,6 +136,7 @@ def refused_on_every_rank() -> None:
         ({"negative_log_q": numbers if first else None}, "negative_log_q differs"),
         ({"negatives": positives[:, None].repeat(1, 3 + first)}, r"negatives differs .*0 for none"),
         ({"negatives": positives[:, None] if first else None}, "negatives differs"),
+        ({"mask": (positives, positives) if first else None}, "mask differs"),
         ({"symmetric": first}, "symmetric differs"),
         ({"reduction": "sum" if first else "mean"}, r"reduction differs .*\(is \['sum', 'mean'"),
         ({"scale": 2.0 if first else 3.5, "documents_per_block": 1}, r"scale differs .*\(is \[2.0, 3.5"),
@@ -162,6 +175,10 @@ CASES: list[tuple[Any, ...]] = [
     *((equals_one_process, uneven, symmetric, uneven, symmetric, False) for uneven in (False, True) for symmetric in (False, True)),
     *((equals_one_process, uneven, False, learned, True, True) for uneven, learned in ((False, True), (True, False), (True, True))),
     *((equals_one_process, uneven, False, learned, learned, True, 9) for uneven, learned in ((False, False), (True, True))),
+    *((equals_one_process, uneven, symmetric, uneven, uneven, False, 0, 4) for uneven, symmetric in ((False, True), (True, False))),
+    (equals_one_process, True, False, False, False, True, 9, 4),
+    (has_the_bits_of_one_process, torch.bfloat16, "mean", False, False, True, 3),
+    (has_the_bits_of_one_process, torch.float32, "none", True, False, False, 5),
     *(
         (has_the_bits_of_one_process, dtype, reduction, symmetric, drawn, uneven)
         for dtype, reduction, symmetric, drawn, uneven in (

@@ -31,8 +31,30 @@ FORMS: dict[str, dict[str, Any]] = {
     "blocks of one": {"scale": "tensor", "positives": "shared", "symmetric": True, "per_block": 1},
     "negatives": {"extra": 12, "scale": 9.0, "negatives": 5},
     "drawn negatives": {"extra": 8, "scale": "tensor", "drawn": True, "positives": "shared", "negatives": 40, "depth": 13},
+    "masked": {"extra": 12, "scale": 9.0, "groups": 5},
+    "masked both ways": {"scale": "tensor", "positives": "shared", "symmetric": True, "groups": 9},
+    "masked blocks": {"scale": 5.0, "extra": 12, "drawn": True, "per_block": 7, "groups": 3},
+    "masked blocks of one": {"scale": "tensor", "symmetric": True, "per_block": 1, "groups": 4},
+    "masked negatives": {"extra": 12, "scale": 9.0, "positives": True, "negatives": 12, "groups": 4},
     "one block": {"scale": 30.0, "positives": True, "depth": 13, "per_block": N},
 }
+
+
+def masks(
+    queries: int, documents: int, groups: int, positives: Tensor | None, generator: torch.Generator, device: str
+) -> tuple[Tensor, Tensor]:
+    """Numbers of so many groups, far apart, some below 0; every other query has its positive's."""
+    of_queries, of_documents = (torch.randint(-2, groups, (count,), generator=generator) for count in (queries, documents))
+    own = torch.arange(queries) if positives is None else positives.cpu().clamp(min=0)
+    of_queries[::2] = of_documents[own[::2]]
+    far = [torch.where(each < 0, each, each << 55) for each in (of_queries, of_documents)]
+    return far[0].to(device), far[1].to(device)
+
+
+def ruled_out(of_rows: Tensor, of_classes: Tensor, positives: Tensor) -> Tensor:
+    """The pairs of a mask, as a matrix."""
+    same = (of_rows[:, None] == of_classes) & (of_rows[:, None] >= 0)
+    return same.scatter(1, positives.clamp(min=0)[:, None].to(same.device), False)
 
 
 class Problem:
@@ -60,6 +82,8 @@ class Problem:
             negatives[1::4, 2] = negatives[1::4, 0]
             negatives[:, 3] = self.options.get("positives", torch.arange(N)).cpu().clamp(min=-1)
             self.options["negatives"] = negatives.to(device)
+        if "groups" in form:
+            self.options["mask"] = masks(N, N + extra, form["groups"], self.options.get("positives"), generator, device)
         if form.get("drawn"):
             self.options["negative_log_q"] = -torch.log(torch.rand(N + extra, generator=generator) * 1e-3).to(device)
 
@@ -76,6 +100,8 @@ class Problem:
         positives = self.options.get("positives", torch.arange(N, device=queries.device))
         scores = scale * queries @ documents.T
         scores = scores + self.options.get("negative_log_q", torch.zeros(1)).to(scores)
+        of_queries, of_documents = self.options.get("mask", (-torch.ones(N), -torch.ones(documents.shape[0])))
+        scores = scores.masked_fill(ruled_out(of_queries, of_documents, positives).to(scores.device), -torch.inf)
         if "negatives" in self.options:
             positive, negatives = positives.clamp(min=0)[:, None], self.options["negatives"]
             others = torch.where((negatives >= 0) & (negatives != positive), scores.gather(1, negatives.clamp(min=0)), -torch.inf)
@@ -85,7 +111,10 @@ class Problem:
             losses = F.cross_entropy(scores, positives, reduction="none")
         if self.options["symmetric"]:
             rows = torch.where(positives >= 0, torch.arange(N, device=queries.device), -100)
-            back = F.cross_entropy(scale * documents[positives.clamp(min=0)] @ queries.T, rows, reduction="none")
+            own = positives.clamp(min=0).to(of_documents.device)
+            others = ruled_out(of_documents[own], of_queries, rows).to(scores.device)
+            back = (scale * documents[positives.clamp(min=0)] @ queries.T).masked_fill(others, -torch.inf)
+            back = F.cross_entropy(back, rows, reduction="none")
             losses = (losses + back) / 2
         count = (positives >= 0).sum()
         loss = losses if reduction == "none" else losses.sum() / (count if reduction == "mean" else 1)
@@ -376,9 +405,9 @@ def test_refused(given: dict[str, Any], error: type[Exception], says: str) -> No
 
 
 def test_over_ranks() -> None:
-    assert cases_passed("info_nce_worker.py", "2,3") == {2: 16, 3: 16}
+    assert cases_passed("info_nce_worker.py", "2,3") == {2: 21, 3: 21}
 
 
 @pytest.mark.full
 def test_over_four_ranks() -> None:
-    assert cases_passed("info_nce_worker.py", "4") == {4: 16}
+    assert cases_passed("info_nce_worker.py", "4") == {4: 21}

@@ -125,7 +125,8 @@ private:
         const bool near = own >= 0 && column >= 0 && column < layout_.chunks.size;
         const RowCoefficients coefficients =
             row_coefficients(upstream, lse, entropy, call_.class_weight_of_target(token, y), teacher_.sum(token), options_);
-        return {lse, coefficients, call_.temperature(token), near ? static_cast<std::int32_t>(column) : GradRow::kElsewhere};
+        return {lse, coefficients, call_.temperature(token), near ? static_cast<std::int32_t>(column) : GradRow::kElsewhere,
+                call_.row_group(token)};
     }
 
     void run_tasks(const Step& done, const Step& next) const {
@@ -169,7 +170,7 @@ private:
             differentiate_divergence(slot, s, range, rows);
         } else {
             code_.backward_tile(slot.tile, ld, rows, range.columns, ld, slot.bias, slot.class_weight, context_.transform_parameters.data(),
-                                grad_rows() + range.row, range.column, slot.class_offset);
+                                grad_rows() + range.row, range.column, slot.class_offset, slot.class_groups);
         }
         if (teacher_.present()) subtract_teacher(slot.tile, s, range);
         if (wants(Slot::grad_hidden)) {
@@ -335,7 +336,7 @@ private:
         if (bytes > 0) std::memset(call_.pointer(gradient) + first_byte, 0, static_cast<std::size_t>(bytes));
     }
 
-    static constexpr GradRow kInertRow{0.F, {0.F, 0.F, 0.F, 0.F}, 1.F, GradRow::kIgnored};
+    static constexpr GradRow kInertRow{0.F, {0.F, 0.F, 0.F, 0.F}, 1.F, GradRow::kIgnored, -1};
 
     const CpuContext& context_;
     const CpuFunctions& code_;

@@ -64,6 +64,11 @@ public:
     }
     [[nodiscard]] float class_weight(std::int64_t column) const { return element(Slot::class_weight, column, 1.F); }
     [[nodiscard]] float class_offset(std::int64_t column) const { return element(Slot::class_offset, column, 0.F); }
+    /// Group whose classes count for nothing for the token, but for its target; −1: none.
+    [[nodiscard]] std::int32_t row_group(std::int64_t token) const {
+        constexpr std::int32_t kNone = -1;
+        return has(Slot::row_group) ? std::max(pointer<const std::int32_t>(Slot::row_group)[token], kNone) : kNone;
+    }
     /// Class weight of the token's target, whose label is `label`. A shard has it from merge.
     [[nodiscard]] float class_weight_of_target(std::int64_t token, std::int64_t label) const {
         return has(Slot::target_class_weight) ? pointer<const float>(Slot::target_class_weight)[token] : class_weight(label);

@@ -70,9 +70,10 @@ private:
                           slot.b_block, slot.tile);
             if (retained_.holds(vocab)) retain(slot.tile, vocab, first_token + range.row, range);
             RowSums* strip_sums = strip == first ? sums : slot.sums;
+            if (call_.spec().class_groups) set_groups(slot, first_token + range.row, vocab, range);
             context_.code.forward_tile(slot.tile, plan_.block_n, range.rows, range.columns, slot.bias, slot.class_weight,
                                        context_.transform_parameters.data(), temperatures(first_token + range.row), strip_sums,
-                                       slot.class_offset);
+                                       slot.class_offset, slot.group_rows, slot.class_groups);
             if (top_.present()) {
                 const std::scoped_lock lock(top_lock);
                 for (std::int64_t i = 0; i < range.rows; ++i) {
@@ -93,6 +94,14 @@ private:
                 }
                 if (strip != first) sums[i] = merge(sums[i], strip_sums[i]);
             }
+        }
+    }
+
+    void set_groups(const WorkerSlot& slot, std::int64_t token, std::int64_t vocab, const TileRange& range) const {
+        for (std::int64_t i = 0; i < range.rows; ++i) {
+            const std::int64_t own = call_.column_of(call_.valid_label(token + i));
+            const bool here = own >= vocab && own < vocab + range.columns;
+            slot.group_rows[i] = {here ? static_cast<std::int32_t>(own - vocab) : GradRow::kElsewhere, call_.row_group(token + i)};
         }
     }
 

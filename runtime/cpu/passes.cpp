@@ -21,6 +21,11 @@ void WorkerSlot::load_strip(const CpuContext& context, const CpuCall& call, std:
         std::copy_n(call.pointer<const float>(Slot::class_offset) + begin, columns, class_offset);
         std::fill(class_offset + columns, class_offset + width, 0.F);
     }
+    if (spec.class_groups) {
+        const std::int32_t* groups = call.pointer<const std::int32_t>(Slot::class_group) + begin;
+        std::transform(groups, groups + columns, class_groups, [](std::int32_t group) { return group < 0 ? kNoClassGroup : group; });
+        std::fill(class_groups + columns, class_groups + width, kNoClassGroup);
+    }
     if (spec.class_weight) {
         std::copy_n(call.pointer<const float>(Slot::class_weight) + begin, columns, class_weight);
         std::fill(class_weight + columns, class_weight + width, 0.F);

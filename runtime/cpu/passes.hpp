@@ -31,11 +31,13 @@ struct WorkerSlot {
           bias(reinterpret_cast<float*>(start + layout.bias)),
           class_weight(reinterpret_cast<float*>(start + layout.class_weight)),
           class_offset(reinterpret_cast<float*>(start + layout.class_offset)),
+          class_groups(reinterpret_cast<std::int32_t*>(start + layout.class_groups)),
+          group_rows(reinterpret_cast<GroupRow*>(start + layout.group_rows)),
           sums(reinterpret_cast<RowSums*>(start + layout.sums)),
           teacher_tile(reinterpret_cast<float*>(start + layout.teacher_tile)),
           teacher_bias(reinterpret_cast<float*>(start + layout.teacher_bias)) {}
 
-    /// Bias, class weights and offsets of vocabulary [begin, begin + columns) as fp32, 0 up to block_n.
+    /// Bias, class weights and offsets of vocabulary [begin, begin + columns) as fp32, 0 up to block_n, and groups.
     void load_strip(const CpuContext& context, const CpuCall& call, std::int64_t begin, std::int64_t columns) const;
 
     float* tile;
@@ -43,6 +45,8 @@ struct WorkerSlot {
     float* bias;
     float* class_weight;
     float* class_offset;
+    std::int32_t* class_groups;
+    GroupRow* group_rows;
     RowSums* sums;
     float* teacher_tile;
     float* teacher_bias;

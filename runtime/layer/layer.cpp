@@ -69,6 +69,17 @@ std::vector<float> random_floats(std::string_view name, std::int64_t count, doub
     return values;
 }
 
+/// Groups of a few of the classes each, and some −1.
+std::vector<std::int32_t> random_groups(std::string_view name, std::int64_t count, std::int64_t vocab_size, std::uint64_t seed) {
+    auto groups = host_memory<std::int32_t>(name, {count});
+    const auto all = static_cast<std::uint64_t>(std::max<std::int64_t>(vocab_size / 4, 2));
+    for (std::size_t i = 0; i < groups.size(); ++i) {
+        const std::uint64_t bits = hash(hash(seed) + i);
+        groups[i] = bits % 8 == 0 ? -1 : static_cast<std::int32_t>(bits / 8 % all);
+    }
+    return groups;
+}
+
 void add_random_teacher(const Spec& spec, RandomLayer& layer, std::uint64_t seed) {
     const std::int64_t top_k = spec.teacher_top_k;
     layer.teacher_ids = host_memory<std::int64_t>("teacher_ids", {layer.num_tokens, top_k});
@@ -320,6 +331,10 @@ RandomLayer make_random_layer(const Spec& spec, std::int64_t num_tokens, const R
         for (float& weight : layer.class_weight) weight = std::abs(1.0F + weight);
     }
     if (spec.class_offset) layer.class_offset = random_floats("class_offset", spec.vocab_size, 1.0, seed + 16);
+    if (spec.class_groups) {
+        layer.class_group = random_groups("class_group", spec.vocab_size, spec.vocab_size, seed + 17);
+        layer.row_group = random_groups("row_group", num_tokens, spec.vocab_size, seed + 18);
+    }
     layer.target = host_memory<std::int64_t>("target", {num_tokens});
     for (std::size_t i = 0; i < layer.target.size(); ++i) {
         const std::uint64_t bits = hash(hash(seed + 5) + i);
@@ -362,6 +377,10 @@ LayerInputs upload(const Spec& spec, const RandomLayer& layer, DeviceRef device)
         inputs.class_weight = make_tensor("class_weight", device, ScalarType::fp32, {spec.vocab_size}, layer.class_weight.data());
     if (spec.class_offset)
         inputs.class_offset = make_tensor("class_offset", device, ScalarType::fp32, {spec.vocab_size}, layer.class_offset.data());
+    if (spec.class_groups) {
+        inputs.class_group = make_tensor("class_group", device, ScalarType::int32, {spec.vocab_size}, layer.class_group.data());
+        inputs.row_group = make_tensor("row_group", device, ScalarType::int32, {n}, layer.row_group.data());
+    }
     inputs.target = make_tensor("target", device, ScalarType::int64, {n}, layer.target.data());
     if (has_teacher_head(spec)) {
         const Spec teacher = teacher_head(spec);

@@ -42,7 +42,8 @@ struct Tensor {
 
 struct LayerInputs {
     std::int64_t num_tokens = 0;
-    Tensor hidden, weight, bias, class_weight, class_offset, target, temperature, token_weight, teacher_ids, teacher_probs;
+    Tensor hidden, weight, bias, class_weight, class_offset, class_group, row_group, target, temperature, token_weight;
+    Tensor teacher_ids, teacher_probs;
     Tensor teacher_hidden, teacher_weight, teacher_bias;
     Tensor grad_loss, grad_lse, grad_logprobs, grad_entropy;  ///< absent: 1 for the loss if the spec has it, 0 for the rest
 };
@@ -97,6 +98,7 @@ struct RandomLayer {
     std::vector<std::byte> hidden, weight, bias;                          ///< spec dtype
     std::vector<std::byte> teacher_hidden, teacher_weight, teacher_bias;  ///< inputs of a teacher's head, if the spec has one
     std::vector<float> class_weight, class_offset;
+    std::vector<std::int32_t> class_group, row_group;  ///< of a group of a few classes each, or below 0
     std::vector<std::int64_t> target;
     std::vector<float> temperature;                                       ///< temperatures from ½ to 2
     std::vector<float> token_weight;                                      ///< about 1, a few below 0

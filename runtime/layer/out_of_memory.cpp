@@ -12,7 +12,7 @@ namespace flce {
 namespace {
 
 std::string_view what_needs_less(std::string_view buffer) {
-    constexpr std::array kSizedByVocabulary{"weight", "grad_weight", "bias", "grad_bias", "class_weight", "class_offset"};
+    constexpr std::array kSizedByVocabulary{"weight", "grad_weight", "bias", "grad_bias", "class_weight", "class_offset", "class_group"};
     const std::string_view name = buffer.substr(0, buffer.find(' '));
     if (std::ranges::find(kSizedByVocabulary, name) != kSizedByVocabulary.end()) return "a smaller vocab_size or hidden_size needs less";
     if (name == "workspace") return "fewer tokens or less scratch need less";

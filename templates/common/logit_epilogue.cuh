@@ -215,6 +215,70 @@ __device__ __forceinline__ void to_logits(const ForwardParams& p, const Place& p
     }
 }
 
+/// Groups of a thread's columns, of which there are `count` from the first one on. Each is read where it is compared: kept beside the
+/// accumulators, neither groups nor their addresses would fit.
+template <class Columns>
+struct ColumnGroups {
+    const int* first;
+    int count;
+
+    __device__ __forceinline__ ColumnGroups(const int* first_, int count_) : first(first_), count(count_) {
+        asm volatile("" : "+l"(first), "+r"(count));  // no address is worked out earlier
+    }
+    __device__ __forceinline__ int at(int j, int e) const {
+        const int column = Columns::of(j) + e;
+        return ptx::ld_global_s32(first + column, column < count, -1);
+    }
+};
+
+/// Logits of a row's group, but for its target's, become −inf. Few tiles have any: a comparison for every element finds out. `group_of`,
+/// `target_of`: a row of the tile has them.
+template <class Problem, class Params, class Place, class GroupOf, class TargetOf, int kPieces, int kColumnPieces>
+__device__ __forceinline__ void rule_out_groups(const Params& p, const Place& place, int first_column, const GroupOf& group_of,
+                                                const TargetOf& target_of, float (&c)[kPieces][kColumnPieces][4]) {
+    using Groups = ColumnGroups<typename Place::Columns>;
+    const int first = first_column + place.column(0, 0);
+    const int count = (Problem::shard ? p.targets.columns : Problem::vocab_size) - first;
+    int groups[kPieces][2];
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const int group = group_of(place.row(i, h));
+            groups[i][h] = group < 0 ? +kNoGroup : group;
+        }
+    bool found = false;
+    const Groups of_columns(p.class_groups + first, count);
+#pragma unroll
+    for (int j = 0; j < kColumnPieces; ++j) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+            const int group = of_columns.at(j, e);
+#pragma unroll
+            for (int i = 0; i < kPieces; ++i)
+#pragma unroll
+                for (int h = 0; h < 2; ++h) found = found || group == groups[i][h];
+        }
+    }
+    if (!found) return;
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const int group = group_of(place.row(i, h));
+            if (group < 0) continue;
+            const Groups again(p.class_groups + first, count);
+            const int target = target_of(place.row(i, h)) - first;
+#pragma unroll
+            for (int j = 0; j < kColumnPieces; ++j)
+#pragma unroll
+                for (int e = 0; e < 2; ++e) {
+                    if (again.at(j, e) == group && Place::Columns::of(j) + e != target) c[i][j][2 * h + e] = -infinity();
+                }
+        }
+    }
+}
+
 /// c becomes falls; falls of columns past the vocabulary are infinite.
 template <class Problem, class Place, int kPieces, int kColumnPieces>
 __device__ __forceinline__ void to_falls(const ForwardParams& p, const Place& place, int first_column, int columns,
@@ -371,6 +435,18 @@ __device__ __forceinline__ void replace_by_gradients(const GradientT& gradient, 
     }
 }
 
+/// Gradients of a row's group, from `column` of the chunk on, become 0.
+template <class Columns, class Params, int kColumnPieces>
+__device__ __forceinline__ void zero_group(const Params& p, int row_group, int column, float (&c)[kColumnPieces][4], int h) {
+    const ColumnGroups<Columns> groups(p.class_groups + p.first_column + column, p.columns - column);
+#pragma unroll
+    for (int j = 0; j < kColumnPieces; ++j)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+            if (groups.at(j, e) == row_group && row_group >= 0) c[j][2 * h + e] = 0.f;
+        }
+}
+
 /// One row of hidden · weightᵀ + bias becomes its gradient, scaled. `first_column` is the tile's in the chunk.
 template <class Problem, class Params, class Place, int kColumnPieces>
 __device__ __forceinline__ void row_gradient(const Params& p, const Place& place, int first_column, int row, float scale,
@@ -405,6 +481,7 @@ __device__ __forceinline__ void row_gradient(const Params& p, const Place& place
     } else {
         replace_by_gradients<Columns>(GradientOf<Problem, false>(p, k, scale, target.lse, temperature), p, column, c, h);
     }
+    if constexpr (Problem::class_groups) zero_group<Columns>(p, row < p.rows ? p.row_groups[row] : +kNoGroup, column, c, h);
     if (has_target) replace_column<Columns>(c, h, within, at_target);
 }
 

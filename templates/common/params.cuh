@@ -16,21 +16,22 @@ enum : int {
     kFallSteepness = 5,  // number of Falls' steepness
     kRetainedShift = 9,  // retained exponentials lie in blocks of this many columns of the vocabulary
     kRetainedColumns = 1 << kRetainedShift,
-    kPaceCounters = 64,       // counters of a Pace
-    kMostTailTiles = 128,     // most tiles of TailParts: fewer than clusters
-    kChunkKinds = 3,          ///< kinds of tiles of a chunk: dlogits, grad_hidden, grad_weight
-    kRowThreads = 256,        ///< block of the kernels over rows
-    kOutputRows = 64,         ///< rows of a block of row_outputs: several threads merge what forward has found for one
-    kOutputThreads = 512,     ///< threads of a block of row_outputs
-    kRowOutputs = 6,          ///< loss, z_loss, lse, logprobs, entropy, log_sum_sq_probs
-    kListedClasses = 256,     ///< classes of a row that NamedClasses lists
-    kTeacherColumns = 256,    ///< columns of a block of teacher_bias
-    kTaughtRows = 32,         ///< rows of a block of row_coefficients, where rows have a teacher and several blocks
-    kReduceThreads = 1024,    ///< block of the kernels that reduce everything in one block
-    kSmoothingParts = 264,    ///< stretches that smoothing_sums adds up for themselves
-    kTopThreads = 128,        ///< block of top_classes, whose warps have a row each
-    kDenseTopColumns = 1536,  ///< first columns of the vocabulary, whose logits are all looked at where a top_k's bounds follow from them
-    kBiasColumns = 128,       ///< columns of a block of retained_bias
+    kPaceCounters = 64,          // counters of a Pace
+    kMostTailTiles = 128,        // most tiles of TailParts: fewer than clusters
+    kChunkKinds = 3,             ///< kinds of tiles of a chunk: dlogits, grad_hidden, grad_weight
+    kRowThreads = 256,           ///< block of the kernels over rows
+    kOutputRows = 64,            ///< rows of a block of row_outputs: several threads merge what forward has found for one
+    kOutputThreads = 512,        ///< threads of a block of row_outputs
+    kRowOutputs = 6,             ///< loss, z_loss, lse, logprobs, entropy, log_sum_sq_probs
+    kListedClasses = 256,        ///< classes of a row that NamedClasses lists
+    kTeacherColumns = 256,       ///< columns of a block of teacher_bias
+    kTaughtRows = 32,            ///< rows of a block of row_coefficients, where rows have a teacher and several blocks
+    kReduceThreads = 1024,       ///< block of the kernels that reduce everything in one block
+    kSmoothingParts = 264,       ///< stretches that smoothing_sums adds up for themselves
+    kTopThreads = 128,           ///< block of top_classes, whose warps have a row each
+    kDenseTopColumns = 1536,     ///< first columns of the vocabulary, whose logits are all looked at for a top_k's bounds
+    kBiasColumns = 128,          ///< columns of a block of retained_bias
+    kNoGroup = -0x7fffffff - 1,  ///< group of a row to which no class belongs
     /// Products from which on a logit's own rounding is several times the error that rounded powers of two add (docs/numerics.md).
     kLongSum = 512,
 };
@@ -407,6 +408,18 @@ struct GradBiasParams {
     int columns;
     int first;
     int last;
+};
+
+/// Parameters of a kernel that sees logits, where the Problem rules classes of a row's group out. Other Problems have plain Params.
+template <class Params>
+struct Grouped : Params {
+    const int* row_groups;    ///< forward: the call's, from the row on at which the labels begin; backward: [rows], the launch's
+    const int* class_groups;  ///< of the whole vocabulary
+};
+/// RowCoefficientsParams of such a Problem.
+struct GroupedRowCoefficientsParams : RowCoefficientsParams {
+    const int* groups;  ///< [rows]
+    int* row_groups;    ///< [rows]: kNoGroup where the row is ignored
 };
 
 /// Parameters of a kernel that sees logits, where the Problem divides them by temperatures. Other Problems have plain Params.

@@ -32,6 +32,7 @@ namespace flce {
 /// Defaults of a Problem.
 struct PlainProblem {
     enum : bool { class_offset = false };                ///< a class's logits have a number of its own added behind the softcap
+    enum : bool { class_groups = false };                ///< classes of a row's group, but for its target, have logits of −inf
     enum : bool { temperature = false };                 ///< a row's logits are divided by a number of its own
     enum : bool { top1 = false };                        ///< RowSums::top1 is wanted
     enum : int { top_k = 0 };                            ///< classes of the largest logits that are wanted
@@ -82,9 +83,11 @@ struct SumsBias : Problem {
     enum : bool { sums_bias = true };
 };
 
-/// A kernel's parameters, with the rows' temperatures where there are any.
+/// A kernel's parameters, with groups of rows and classes and the rows' temperatures where there are any.
 template <class Problem, class Params>
-using TemperedOf = Select<Problem::temperature, Tempered<Params>, Params>;
+using GroupedOf = Select<Problem::class_groups, Grouped<Params>, Params>;
+template <class Problem, class Params>
+using TemperedOf = Select<Problem::temperature, Tempered<GroupedOf<Problem, Params>>, GroupedOf<Problem, Params>>;
 
 /// A kernel's parameters, with `Added` where retained exponentials and label smoothing meet.
 template <class Problem, class Params, class Added>

@@ -59,6 +59,20 @@ __device__ __forceinline__ float ld_global_f32(const float* address) {
     asm volatile("ld.global.f32 %0, [%1];\n" : "=f"(r) : "l"(address) : "memory");
     return r;
 }
+/// `absent` where the number is not there.
+__device__ __forceinline__ int ld_global_s32(const int* address, bool there, int absent) {
+    int r = absent;
+    asm volatile(
+        "{\n"
+        ".reg .pred there;\n"
+        "setp.ne.s32 there, %2, 0;\n"
+        "@there ld.global.s32 %0, [%1];\n"
+        "}\n"
+        : "+r"(r)
+        : "l"(address), "r"(static_cast<int>(there))
+        : "memory");
+    return r;
+}
 __device__ __forceinline__ void ld_global_v4(unsigned (&r)[4], const void* address) {
     asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];\n" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "l"(address) : "memory");
 }

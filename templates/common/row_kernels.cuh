@@ -149,7 +149,9 @@ __device__ __forceinline__ void teacher_of_rows(const RowCoefficientsParams& p, 
 }
 
 template <class Problem>
-__device__ __forceinline__ void row_coefficients_kernel(const RowCoefficientsParams& p) {
+using RowCoefficientsParamsOf = Select<Problem::class_groups, GroupedRowCoefficientsParams, RowCoefficientsParams>;
+template <class Problem>
+__device__ __forceinline__ void row_coefficients_kernel(const RowCoefficientsParamsOf<Problem>& p) {
     if (p.prepares != 0) {
         start_scalars<Problem, kRowThreads>(p.targets, p.temperature, p.count, p.class_weight, p.token_weight, p.rows, p.want_count,
                                             p.scalars);
@@ -207,6 +209,7 @@ __device__ __forceinline__ void row_coefficients_kernel(const RowCoefficientsPar
     static_cast<float4*>(p.coefficients)[row] = packed;
     static_cast<RowTarget*>(p.row_targets)[row] = row_target;
     if constexpr (Problem::temperature) p.row_temperatures[row] = temperature;
+    if constexpr (Problem::class_groups) p.row_groups[row] = target >= 0 ? p.groups[listed.row] : +kNoGroup;
     if constexpr (Problem::teacher) p.row_teacher_weights[row] = of_teacher;
 }
 

@@ -77,6 +77,10 @@ struct ForwardBlock {
     __device__ __forceinline__ void add_tile(LtSums& c, int first_column) {
         float weighted[1][2] = {};
         to_logits<Problem>(p, place, first_column, kLtTileColumns, RowTemperatures{p}, c, weighted);
+        if constexpr (Problem::class_groups) {
+            const auto group_of = [&](int row) { return row < p.rows ? p.row_groups[row] : +kNoGroup; };
+            rule_out_groups<Problem>(p, place, first_column, group_of, [&](int row) { return targets[row - place.first_row]; }, c);
+        }
         const bool stored = Problem::retain && first_column < p.retained_columns;
 #pragma unroll
         for (int h = 0; h < LtPlace::kRows; ++h) {

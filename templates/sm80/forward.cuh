@@ -137,6 +137,10 @@ struct ForwardBlock {
             to_falls<Problem>(p, mainloop.place, first_column, TileT::kBlockN, c);
         } else {
             to_logits<Problem>(p, mainloop.place, first_column, TileT::kBlockN, RowTemperatures{temperatures()}, c, weighted);
+            if constexpr (Problem::class_groups) {
+                const auto group_of = [&](int row) { return first_row() + row < p.rows ? p.row_groups[first_row() + row] : +kNoGroup; };
+                rule_out_groups<Problem>(p, mainloop.place, first_column, group_of, [&](int row) { return targets[row]; }, c);
+            }
         }
         if constexpr (Problem::retain) {
             retain(c, first_column, weighted);

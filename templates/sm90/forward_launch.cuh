@@ -59,6 +59,13 @@ struct ForwardLaunch {
         }
         return 1.f;
     }
+    __device__ __forceinline__ int group_of(int row) const {
+        if (row >= share.rows) return kNoGroup;
+        if constexpr (Problem::lists_rows) {
+            if (p.list.rows != nullptr) row = p.list.rows[p.list.first + row].row;
+        }
+        return p.row_groups[row];
+    }
 
     /// This block's rows of a cluster of rows, as they lie in hidden, or in the compact rows.
     struct TileRows {

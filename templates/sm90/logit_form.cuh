@@ -39,6 +39,11 @@ struct LogitForm {
         to_logits<Problem>(
             launch.p, place, tile.first_column, Launch::TileT::kBlockN,
             [&](int row) { return launch.temperature_of(tile.first_row + row); }, c, weighted);
+        if constexpr (Problem::class_groups) {
+            rule_out_groups<Problem>(
+                launch.p, place, tile.first_column, [&](int row) { return launch.group_of(tile.first_row + row); },
+                [&](int row) { return launch.target_of(tile.first_row + row); }, c);
+        }
     }
     __device__ __forceinline__ float logit(float c) const { return c; }
 

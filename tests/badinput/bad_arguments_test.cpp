@@ -40,6 +40,10 @@ const BadCall kBadCalls[] = {
     {"no_lse", kForward, [](Call& c) { c.forward.lse = {}; }, "lse"},
     {"no_bias", kForward, [](Call& c) { c.forward.bias = {}; }, "bias"},
     {"no_class_offset", kForward, [](Call& c) { c.forward.class_offset = {}; }, "class_offset"},
+    {"no_class_group", kForward, [](Call& c) { c.forward.class_group = {}; }, "class_group"},
+    {"no_row_group", kForward, [](Call& c) { c.forward.row_group = {}; }, "row_group"},
+    {"backward_no_row_group", kBackward, [](Call& c) { c.backward.row_group = {}; }, "row_group"},
+    {"class_group_of_64_bits", kForward, [](Call& c) { c.forward.class_group.dtype = ScalarType::int64; }, "class_group"},
     {"no_class_weight", kForward, [](Call& c) { c.forward.class_weight = {}; }, "class_weight"},
     {"backward_no_lse", kBackward, [](Call& c) { c.backward.lse = {}; }, "lse"},
     {"backward_no_weight", kBackward, [](Call& c) { c.backward.weight = {}; }, "weight"},
@@ -117,7 +121,7 @@ class BadArguments : public testing::TestWithParam<std::tuple<Target, BadCall>> 
 TEST_P(BadArguments, NamedAndNothingWritten) {
     const auto& [target, bad] = GetParam();
     FLCE_REQUIRE_TARGET(target);
-    const Spec spec = make_spec(64, 100, DType::bf16, WeightLayout::vocab_major, {"everything", apply_everything});
+    const Spec spec = make_spec(64, 100, DType::bf16, WeightLayout::vocab_major, {"everything_groups", apply_everything_with_groups});
     const Problem problem = make_problem(spec, {.num_tokens = 130});
     KernelRun run(kernel_on(target, spec), problem);
     run.forward();

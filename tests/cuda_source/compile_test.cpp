@@ -37,6 +37,11 @@ constexpr Variant kFp32Everything = {
     "temperature,outputs=loss+lse+logprobs+entropy+top1+log_sum_sq_probs"};
 
 constexpr Variant kTokens = {"Bf16Tokens", "D=2048,V=151936,temperature,outputs=loss+top1+log_sum_sq_probs"};
+constexpr Variant kGroups = {"Bf16Groups", "D=1024,V=65536,class_groups,temperature"};
+constexpr Variant kGroupsEverything = {
+    "Fp16GroupsEverything",
+    "D=200,V=1001,whole_vocab_size=3000,dtype=fp16,grad_hidden_dtype=fp32,bias,class_weight,class_groups,z_loss=0.001,softcap=30,"
+    "logit_scale=0.5,temperature,outputs=loss+lse+logprobs+entropy+top1+log_sum_sq_probs"};
 constexpr Variant kTeacher = {"Bf16Teacher", "D=2048,V=151936,teacher_top_k=64"};
 constexpr Variant kTeacherEverything = {
     "Fp16TeacherEverything",
@@ -59,9 +64,9 @@ constexpr Variant kFp32Weight = {"Bf16Fp32Weight", "D=2048,V=151936,weight_dtype
 class CudaSourceCompile : public testing::TestWithParam<std::tuple<const char*, Variant>> {};
 
 constexpr const char* kArchitectures[] = {"sm_80", "sm_90a", "sm_100a", "sm_120"};
-constexpr Variant kVariants[] = {kPlain,   kEverything,        kFp16HiddenMajor,   kFp32Everything, kFp32Weight,
-                                 kTokens,  kTeacher,           kTeacherEverything, kShard,          kShardEverything,
-                                 kSupport, kSupportEverything, kSupportShallow};
+constexpr Variant kVariants[] = {kPlain,  kEverything,      kFp16HiddenMajor,  kFp32Everything,    kFp32Weight,
+                                 kTokens, kGroups,          kGroupsEverything, kTeacher,           kTeacherEverything,
+                                 kShard,  kShardEverything, kSupport,          kSupportEverything, kSupportShallow};
 
 // Every path with every option, and each architecture, are quick. Architectures without a path of their own have the kernels of sm_80.
 Level level_of(std::string_view arch, std::string_view variant) {
@@ -74,8 +79,8 @@ Level level_of(std::string_view arch, std::string_view variant) {
     if (arch == "sm_120") return fp32 || plain ? Level::quick : Level::nightly;
     if (arch != "sm_80" && arch != "sm_90a") return Level::nightly;
     // The path of sm_90a has bf16 and fp16 layers of some depth; others are compiled for it as for sm_80.
-    const bool own_path =
-        plain || variant == kTokens.name || variant == kTeacher.name || variant == kShard.name || variant == kFp32Weight.name;
+    const bool own_path = plain || variant == kTokens.name || variant == kGroups.name || variant == kTeacher.name ||
+                          variant == kShard.name || variant == kFp32Weight.name;
     return (arch == "sm_90a" ? own_path : everything || variant == kFp16HiddenMajor.name) ? Level::quick : Level::nightly;
 }
 

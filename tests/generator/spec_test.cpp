@@ -73,6 +73,8 @@ Spec random_spec(std::mt19937_64& random) {
         return s;
     }
     s.dft = s.outputs.loss && s.outputs.logprobs && s.teacher_top_k == 0 && coin();
+    s.class_groups = s.teacher_top_k == 0 && s.label_smoothing == 0 && coin();
+    if (s.class_groups) return s;
     if (!s.weight_dtype && coin()) s.top_k = static_cast<int>(number(1, std::min<std::int64_t>(256, s.vocab_size)));
     return s;
 }
@@ -334,7 +336,8 @@ TEST(SpecHash, EveryField_ChangesIt) {
     specs[16].teacher_top_k = 4;
     specs[17].teacher_top_k = 4;
     specs[17].hard_weight = 0.5;
-    for (bool Spec::* flag : {&Spec::class_offset, &Spec::temperature, &Spec::token_weight, &Spec::batch_invariant, &Spec::dft}) {
+    for (bool Spec::* flag :
+         {&Spec::class_offset, &Spec::class_groups, &Spec::temperature, &Spec::token_weight, &Spec::batch_invariant, &Spec::dft}) {
         specs.push_back(base);
         specs.back().*flag = true;
     }

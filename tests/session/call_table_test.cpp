@@ -17,7 +17,7 @@ constexpr std::int64_t kRows = 6;
 void* place(std::size_t number) { return reinterpret_cast<void*>((std::uintptr_t{1} << 40) + (number << 20)); }
 
 ScalarType first_of(TypeSet types) {
-    for (const ScalarType type : {ScalarType::bf16, ScalarType::fp32, ScalarType::int64, ScalarType::uint64}) {
+    for (const ScalarType type : {ScalarType::bf16, ScalarType::fp32, ScalarType::int64, ScalarType::uint64, ScalarType::int32}) {
         if (types.contains(type)) return type;
     }
     return ScalarType::fp16;
@@ -59,7 +59,8 @@ class CallTable : public testing::Test {
 protected:
     RecordingKernel kernel_{
         parse_spec(
-            "D=16,V=50,padded_vocab_size=64,dtype=bf16,grad_weight_dtype=fp32,bias,class_weight,class_offset,temperature,token_weight,"
+            "D=16,V=50,padded_vocab_size=64,dtype=bf16,grad_weight_dtype=fp32,bias,class_weight,class_offset,class_groups,temperature,"
+            "token_weight,"
             "outputs=loss+lse+logprobs+entropy+top1+log_sum_sq_probs"),
         describe_device("x86-64-v3")};
     /// A teacher is not together with class weights.

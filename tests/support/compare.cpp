@@ -141,7 +141,7 @@ Judgement judge_top1(const Problem& p, const Selection& selection, const std::ve
         if (layer.valid(token) && top >= 0 && top < p.spec.vocab_size) {
             double x = layer.bias != nullptr ? double(layer.bias[top]) : 0;
             for (std::int64_t k = 0; k < d; ++k) x += double(layer.hidden[token * d + k]) * double(layer.weight[top * d + k]);
-            gap = truth.largest_logit[at] - logit_of(p.spec, x, layer.class_offset_of(top), layer.temperature_of(token));
+            gap = truth.largest_logit[at] - logit_of(p.spec, x, layer.offset_of(token, top), layer.temperature_of(token));
         }
         j.error = std::max(j.error, gap);
         if (gap <= 2 * budgets.logit[at].limit) continue;

@@ -44,7 +44,8 @@ std::vector<std::byte> old_weight_bytes(const Problem& p, const Spec& held) {
 }
 
 /// Values of a shard's classes, and `padding` for the rows behind them.
-std::vector<float> with_padding(std::vector<float> values, const Problem& p, float padding) {
+template <class T>
+std::vector<T> with_padding(std::vector<T> values, const Problem& p, T padding) {
     if (p.shard) values.resize(static_cast<std::size_t>(p.shard->rows), padding);
     return values;
 }
@@ -131,6 +132,10 @@ void KernelRun::add_inputs() {
     if (spec.bias) input("bias", encode(with_padding(problem_.bias, problem_, kPadding), spec.dtype), element);
     if (spec.class_weight) input("class_weight", flce::test::bytes_of(with_padding(problem_.class_weight, problem_, NAN)), 4);
     if (spec.class_offset) input("class_offset", flce::test::bytes_of(with_padding(problem_.class_offset, problem_, NAN)), 4);
+    if (spec.class_groups) {
+        input("class_group", flce::test::bytes_of(with_padding(problem_.class_group, problem_, 1)), 4);
+        input("row_group", flce::test::bytes_of(problem_.row_group), 4);
+    }
     if (spec.temperature) input("temperature", flce::test::bytes_of(problem_.temperature), 4);
     if (spec.token_weight) input("token_weight", flce::test::bytes_of(problem_.token_weight), 4);
     const auto label_size = static_cast<std::size_t>(problem_.options.target_bits / 8);
@@ -194,6 +199,7 @@ ScalarType KernelRun::type_of(Elements elements) const {
         case Elements::grad_weight: return scalar_type(spec.grad_weight_dtype);
         case Elements::label: return problem_.options.target_bits == 64 ? ScalarType::int64 : ScalarType::int32;
         case Elements::count: return problem_.options.num_valid_type;
+        case Elements::int32: return ScalarType::int32;
         case Elements::uint64: return ScalarType::uint64;
         case Elements::int64: return ScalarType::int64;
         case Elements::fp32: break;

@@ -35,6 +35,13 @@ inline void apply_everything(Spec& s) {
     s.outputs = {true, true, true, true, true, true};
 }
 
+/// Groups with every option that they may have.
+inline void apply_everything_with_groups(Spec& s) {
+    apply_everything(s);
+    s.label_smoothing = 0;
+    s.class_groups = true;
+}
+
 /// A teacher with every option that it may have.
 inline void apply_everything_with_teacher(Spec& s) {
     apply_everything(s);
@@ -79,6 +86,12 @@ inline void apply_padding(Spec& s) { s.padded_vocab_size = (s.vocab_size + 64) /
              s.teacher_top_k = 4;
              s.outputs.entropy = s.outputs.lse = true;
          }},
+        {"class_groups", [](Spec& s) { s.class_groups = true; }},
+        {"class_groups_softcap",
+         [](Spec& s) {
+             s.class_groups = true;
+             s.softcap = 5.0;
+         }},
         {"temperature", [](Spec& s) { s.temperature = true; }},
         {"token_weight", [](Spec& s) { s.token_weight = true; }},
         {"dft", [](Spec& s) { s.dft = s.outputs.logprobs = true; }},
@@ -92,6 +105,7 @@ inline void apply_padding(Spec& s) { s.padded_vocab_size = (s.vocab_size + 64) /
              s.outputs.lse = true;
          }},
         {"everything", apply_everything},
+        {"everything_groups", apply_everything_with_groups},
         {"everything_teacher", apply_everything_with_teacher},
         {"everything_support", apply_everything_with_support},
     };

@@ -166,7 +166,7 @@ void token_block(const Layer<T>& layer, const Selection& selection, const LogitG
         }
         for (std::int64_t j = 0; j < v; ++j) {
             if (layer.bias != nullptr) row[j] += double(layer.bias[j]);
-            z[j] = logit_of(layer.spec, row[j], layer.class_offset_of(j), layer.temperature_of(token.index));
+            z[j] = logit_of(layer.spec, row[j], layer.offset_of(token.index, j), layer.temperature_of(token.index));
         }
         token_outputs(layer, token, z.data(), first + i, result);
         for (std::int64_t j = 0; j < v; ++j) {
@@ -193,7 +193,7 @@ void vocab_block(const Layer<T>& layer, const Selection& selection, const LogitG
             if (!layer.valid(i)) continue;
             const double u = x[i * count + s] + (layer.bias != nullptr ? double(layer.bias[j]) : 0);
             const double t = layer.temperature_of(i);
-            const double z = logit_of(layer.spec, u, layer.class_offset_of(j), t);
+            const double z = logit_of(layer.spec, u, layer.offset_of(i, j), t);
             dx[s * n + i] = gradient(tokens[i], j, z) * logit_derivative(layer.spec, u, t);
             if (layer.bias != nullptr) result.grad_bias[first + s] += dx[s * n + i];
         }

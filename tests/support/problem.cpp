@@ -176,6 +176,23 @@ void make_offsets(Problem& p) {
     }
 }
 
+// A few groups, or one for every few classes; some numbers are below 0. A token often belongs where its target does.
+void make_groups(Problem& p) {
+    const Stream random{p.options.seed * 16 + 13};
+    const std::int64_t v = p.spec.vocab_size;
+    const auto all = static_cast<std::uint64_t>(p.options.seed % 2 == 0 ? 3 : std::max<std::int64_t>(v / 4, 2));
+    const auto group = [&](std::int64_t i) {
+        const std::uint64_t bits = random.bits(i);
+        return bits % 8 == 0 ? -1 - static_cast<std::int32_t>(bits / 8 % 2) : static_cast<std::int32_t>(bits / 8 % all);
+    };
+    for (std::int64_t i = 0; i < v; ++i) p.class_group.push_back(group(i));
+    for (std::int64_t i = 0; i < p.num_tokens(); ++i) {
+        const std::int64_t target = p.target[static_cast<std::size_t>(i)];
+        const bool own = target >= 0 && target < v && i % 2 == 0;
+        p.row_group.push_back(own ? p.class_group[static_cast<std::size_t>(target)] : group(-1 - i));
+    }
+}
+
 }  // namespace
 
 std::string to_string(const ProblemOptions& o) {
@@ -211,6 +228,7 @@ Problem make_problem(const Spec& spec, const ProblemOptions& options) {
     if (p.spec.token_weight) p.token_weight = make_token_weights(options);
     if (p.spec.teacher_top_k > 0) make_teacher(p);
     if (p.spec.class_offset) make_offsets(p);
+    if (p.spec.class_groups) make_groups(p);
     make_upstream(p);
     if (p.spec.grad_weight_mode == GradMode::accumulate) {
         const DType dtype = p.spec.grad_weight_dtype;
@@ -254,6 +272,7 @@ Layer<float> layer_of(const Problem& p) {
     layer.bias = pointer(p.bias);
     layer.class_weight = pointer(p.class_weight);
     layer.class_offset = pointer(p.class_offset);
+    if (p.spec.class_groups) layer.class_group = p.class_group.data(), layer.row_group = p.row_group.data();
     layer.target = p.target.data();
     layer.temperature = pointer(p.temperature);
     layer.token_weight = pointer(p.token_weight);

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <optional>
 #include <string>
 #include <vector>
@@ -51,12 +52,14 @@ struct Problem {
     // Values as the dtype holds them, weight without padding and always [V, D].
     std::vector<float> hidden;
     std::vector<float> weight;
-    std::vector<float> unrounded_weight;  ///< weight in memory where the Spec's weight_dtype is fp32 under a 16-bit dtype; else empty
-    std::vector<float> bias;              ///< empty without spec.bias
-    std::vector<float> class_weight;      ///< empty without spec.class_weight
-    std::vector<float> class_offset;      ///< empty without spec.class_offset
-    std::vector<float> temperature;       ///< [N]; empty without spec.temperature
-    std::vector<float> token_weight;      ///< [N]; empty without spec.token_weight
+    std::vector<float> unrounded_weight;    ///< weight in memory where the Spec's weight_dtype is fp32 under a 16-bit dtype; else empty
+    std::vector<float> bias;                ///< empty without spec.bias
+    std::vector<float> class_weight;        ///< empty without spec.class_weight
+    std::vector<float> class_offset;        ///< empty without spec.class_offset
+    std::vector<std::int32_t> class_group;  ///< empty without spec.class_groups
+    std::vector<std::int32_t> row_group;    ///< [N]; empty without spec.class_groups
+    std::vector<float> temperature;         ///< [N]; empty without spec.temperature
+    std::vector<float> token_weight;        ///< [N]; empty without spec.token_weight
     std::vector<std::int64_t> target;
     std::vector<std::int64_t> teacher_ids;  ///< [N, K]; empty without spec.teacher_top_k
     std::vector<float> teacher_probs;       ///< [N, K]; empty without spec.teacher_top_k
@@ -91,6 +94,8 @@ struct Layer {
     const T* bias = nullptr;
     const float* class_weight = nullptr;
     const float* class_offset = nullptr;
+    const std::int32_t* class_group = nullptr;
+    const std::int32_t* row_group = nullptr;
     const std::int64_t* target = nullptr;
     const float* temperature = nullptr;
     const float* token_weight = nullptr;
@@ -129,7 +134,15 @@ struct Layer {
         for_each_named(token, [&](std::int64_t id, std::int64_t, double) { times += id == vocab ? 1 : 0; });
         return times;
     }
-    [[nodiscard]] double class_offset_of(std::int64_t vocab) const { return class_offset != nullptr ? double(class_offset[vocab]) : 0.0; }
+    /// Number that is added to the class's capped logit: −infinity where the token's group rules the class out.
+    [[nodiscard]] double offset_of(std::int64_t token, std::int64_t vocab) const {
+        if (is_ruled_out(token, vocab)) return -std::numeric_limits<double>::infinity();
+        return class_offset != nullptr ? double(class_offset[vocab]) : 0.0;
+    }
+    [[nodiscard]] bool is_ruled_out(std::int64_t token, std::int64_t vocab) const {
+        if (row_group == nullptr || target[token] == vocab) return false;
+        return row_group[token] >= 0 && row_group[token] == class_group[vocab];
+    }
     [[nodiscard]] double class_weight_of(std::int64_t vocab) const { return class_weight != nullptr ? double(class_weight[vocab]) : 1.0; }
 };
 

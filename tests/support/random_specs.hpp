@@ -56,6 +56,7 @@ inline Spec random_spec(Draw& draw) {
             s.outputs.logprobs = s.outputs.top1 = s.outputs.log_sum_sq_probs = false;
         }
     }
+    s.class_groups = s.teacher_top_k == 0 && s.label_smoothing == 0 && draw.coin(0.5);
     return s.normalized();
 }
 

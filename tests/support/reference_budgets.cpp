@@ -32,7 +32,7 @@ LogitSizes Evaluation::logit_sizes(std::int64_t i, const ReferenceToken& token, 
     const bool absent = z == -std::numeric_limits<float>::infinity();  // exactly
     e.z = absent ? 0 : z;
     e.p = layer_.times(i, j) * std::exp(std::min(0.0, double((z - token.top) - token.log_sum)));
-    e.offset = absent ? 0 : std::fabs(layer_.class_offset_of(j));
+    e.offset = absent ? 0 : std::fabs(layer_.offset_of(i, j));
     e.gain = std::fabs(gain);
     e.product = absent ? 0 : token.sizes.hidden_norm * weight_norm_[j] + (std::isinf(bias) ? 0 : bias);
     e.logit_gradient = std::fabs(logit_gradient);

@@ -69,7 +69,7 @@ private:
     // Turns h·w into the logit, and returns the derivative.
     float transform(float& x, std::int64_t i, std::int64_t j) const {
         const float gain = transform(x, j);
-        if (layer_.class_offset != nullptr) x += layer_.class_offset[j];
+        x += static_cast<float>(layer_.offset_of(i, j));
         if (layer_.temperature == nullptr) return gain;
         x /= layer_.temperature[i];
         return gain / layer_.temperature[i];

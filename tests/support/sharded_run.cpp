@@ -73,9 +73,7 @@ std::vector<Shard> shards_of(std::int64_t vocab_size, const std::vector<std::int
 Problem shard_problem(const Problem& whole, const Spec& spec, const Shard& shard) {
     Problem part = whole;
     const std::int64_t d = whole.spec.hidden_size;
-    const auto of_shard = [&](std::vector<float>& values, std::int64_t width) {
-        values = slice(values, shard.start, shard.classes, width);
-    };
+    const auto of_shard = [&](auto& values, std::int64_t width) { values = slice(values, shard.start, shard.classes, width); };
     part.spec = spec;
     part.shard = shard;
     of_shard(part.weight, d);
@@ -83,6 +81,7 @@ Problem shard_problem(const Problem& whole, const Spec& spec, const Shard& shard
     of_shard(part.bias, 1);
     of_shard(part.class_weight, 1);
     of_shard(part.class_offset, 1);
+    of_shard(part.class_group, 1);
     of_shard(part.old_grad_weight, d);
     of_shard(part.old_grad_bias, 1);
     return part;

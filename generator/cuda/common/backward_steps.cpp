@@ -80,6 +80,10 @@ RowBlock row_block(const BackwardPass& pass, int loop) {
     return {variable(loop), first, min(slot(Slot::num_tokens) - first, pass.layout.rows)};
 }
 
+RowNumbers row_numbers_at(const BackwardLayout& layout, const Expr& row) {
+    return {workspace_at(layout.row_temperatures) + row * 4, workspace_at(layout.row_groups) + row * 4};
+}
+
 Expr caller_row(const BackwardPass& pass, const Expr& row) { return select(pass.layout.listing, 0, row); }
 
 std::vector<Stretch> stretches(const BackwardPass& pass, const Expr& first_column) {
@@ -241,7 +245,11 @@ Statement coefficients_launch(const BackwardPass& pass, const RowBlock& rows) {
         .set_float(&RowCoefficientsParams::absent_grad_loss, spec.outputs.loss ? 1.0F : 0.0F)
         .set_float(&RowCoefficientsParams::derivative_bound, static_cast<float>(std::abs(spec.logit_scale)))
         .set_float(&RowCoefficientsParams::hard_weight, static_cast<float>(spec.hard_weight));
-    return launch.build();
+    if (!spec.class_groups) return launch.build();
+    LaunchBuilder<GroupedRowCoefficientsParams> grouped(std::move(launch));
+    grouped.set(&GroupedRowCoefficientsParams::groups, advanced(slot(Slot::row_group), row, 4))
+        .set(&GroupedRowCoefficientsParams::row_groups, workspace_at(pass.layout.row_groups));
+    return grouped.build();
 }
 
 Expr any_gradient() { return present(Slot::grad_hidden) || (present(Slot::grad_weight) || present(Slot::grad_bias)); }

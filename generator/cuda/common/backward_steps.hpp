@@ -51,6 +51,9 @@ struct RowBlock {
 /// Row `row` of a caller's tensor: its first where tokens are listed, since the list then says which rows are meant.
 [[nodiscard]] Expr caller_row(const BackwardPass& pass, const Expr& row);
 
+/// Where the workspace has the rows' numbers, from `row` of a block on.
+[[nodiscard]] RowNumbers row_numbers_at(const BackwardLayout& layout, const Expr& row);
+
 struct Stretch {
     Expr first_column;
     Expr chunks;

@@ -85,6 +85,7 @@ Reason retain_problem(const Spec& spec) {
     if (spec.batch_invariant)
         return std::string("retain: how much is retained depends on the number of tokens, and batch_invariant asks for the same bits");
     if (spec.class_offset) return std::string("retain: references and derivatives of exponentials know nothing of classes' offsets");
+    if (spec.class_groups) return std::string("retain: references of exponentials know nothing of classes that a row's group rules out");
     if (rounds_weight(spec)) return std::string("retain: references are single rows of the weight, which is rounded a stretch at a time");
     if (spec.dtype != DType::bf16) return fmt::format("retain: exponentials have bf16's range, not {}'s", to_string(spec.dtype));
     if (spec.softcap != 0.0 && spec.label_smoothing > 0) {

@@ -14,8 +14,8 @@ namespace flce {
 [[nodiscard]] inline bool has_falls(const Spec& spec) {
     constexpr double kMostCap = 30.0;  // half of kMostAboveReference
     return spec.softcap != 0.0 && spec.softcap <= kMostCap && spec.dtype != DType::fp32 && spec.hidden_size >= kLongSum &&
-           !spec.temperature && !spec.class_offset && !(spec.label_smoothing > 0) && !spec.outputs.entropy && !spec.outputs.top1 &&
-           !spec.outputs.log_sum_sq_probs;
+           !spec.temperature && !spec.class_offset && !spec.class_groups && !(spec.label_smoothing > 0) && !spec.outputs.entropy &&
+           !spec.outputs.top1 && !spec.outputs.log_sum_sq_probs;
 }
 /// Falls' rate and steepness, of the cap as kernels have it.
 [[nodiscard]] inline std::array<double, 2> fall_parameters(const Spec& spec) {

@@ -67,6 +67,8 @@ int forward_loops(const Spec& spec) noexcept { return rounds_weight(spec) ? 2 : 
 
 Expr temperatures_at(const LaunchRows& rows) { return advanced(slot(Slot::temperature), rows.base, 4); }
 
+RowNumbers row_numbers_at(const LaunchRows& rows) { return {temperatures_at(rows), advanced(slot(Slot::row_group), rows.base, 4)}; }
+
 Expr hidden_row_at(const Spec& spec, const Expr& row) {
     return slot(Slot::hidden) + row * (spec.hidden_size * static_cast<std::int64_t>(element_bytes(spec.dtype)));
 }

@@ -47,6 +47,7 @@ struct ForwardPass {
 
 /// Address of the rows' temperatures, from `base` on; 0 without.
 [[nodiscard]] Expr temperatures_at(const LaunchRows& rows);
+[[nodiscard]] RowNumbers row_numbers_at(const LaunchRows& rows);
 
 /// Address of row `row` of the hidden states.
 [[nodiscard]] Expr hidden_row_at(const Spec& spec, const Expr& row);
@@ -59,10 +60,10 @@ struct ForwardPass {
 /// The launch of a GEMM, with its columns of the vocabulary where sums run from one launch to the next: `Stretch` extends `Params`.
 template <class Stretch, class Params>
 [[nodiscard]] Statement build_gemm(const ForwardPass& pass, LaunchBuilder<Params> launch) {
-    if (!pass.layout.sums_run) return build_tempered(std::move(launch), pass.spec, temperatures_at(pass.rows));
+    if (!pass.layout.sums_run) return build_with_rows(std::move(launch), pass.spec, row_numbers_at(pass.rows));
     LaunchBuilder<Stretch> of_stretch(std::move(launch));
     of_stretch.set(&Stretch::first_column, pass.columns.first).set(&Stretch::columns, pass.columns.count);
-    return build_tempered(std::move(of_stretch), pass.spec, temperatures_at(pass.rows));
+    return build_with_rows(std::move(of_stretch), pass.spec, row_numbers_at(pass.rows));
 }
 
 /// Logits of the classes that a teacher names, before row_outputs: one launch, or none where the spec has no teacher.

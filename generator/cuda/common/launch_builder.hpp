@@ -164,12 +164,25 @@ private:
     Launch launch_;
 };
 
-/// The launch of a kernel that sees logits. `temperatures`: of its rows, where the spec has them.
+/// Addresses of a number of each row, where the spec has it.
+struct RowNumbers {
+    Expr temperatures;
+    Expr groups{0};
+};
+
 template <class Params>
-[[nodiscard]] Statement build_tempered(LaunchBuilder<Params> launch, const Spec& spec, const Expr& temperatures) {
+[[nodiscard]] Statement build_tempered(LaunchBuilder<Params> launch, const Spec& spec, const RowNumbers& rows) {
     if (!spec.temperature) return launch.build();
     LaunchBuilder<Tempered<Params>> tempered(std::move(launch));
-    return tempered.set(&Tempered<Params>::temperatures, temperatures).build();
+    return tempered.set(&Tempered<Params>::temperatures, rows.temperatures).build();
+}
+/// The launch of a kernel that sees logits, with numbers of its rows.
+template <class Params>
+[[nodiscard]] Statement build_with_rows(LaunchBuilder<Params> launch, const Spec& spec, const RowNumbers& rows) {
+    if (!spec.class_groups) return build_tempered(std::move(launch), spec, rows);
+    LaunchBuilder<Grouped<Params>> grouped(std::move(launch));
+    grouped.set(&Grouped<Params>::row_groups, rows.groups).set(&Grouped<Params>::class_groups, slot(Slot::class_group));
+    return build_tempered(std::move(grouped), spec, rows);
 }
 
 /// Whether the call has the tensor.

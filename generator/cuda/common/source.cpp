@@ -77,6 +77,7 @@ std::string problem_struct(const Spec& spec, const Plan& plan, const KernelFamil
     if (spec.top_k > 0) text += fmt::format("    enum : int {{ top_k = {} }};\n", spec.top_k);
     if (family.stretches) text += "    enum : bool { stretches = true };\n";
     if (spec.outputs.log_sum_sq_probs) text += "    enum : bool { square_sum = true };\n";
+    if (spec.class_groups) text += "    enum : bool { class_groups = true };\n";
     if (spec.temperature) text += "    enum : bool { temperature = true };\n";
     if (spec.support) text += "    enum : bool { support = true };\n";
     if (has_teacher_head(spec)) {
@@ -130,8 +131,9 @@ KernelWriter::KernelWriter(const Spec& spec, const Device& device, const Plan& p
 void KernelWriter::gemm(const GemmKernel& kernel) {
     CudaUnit unit{configuration_, {}};
     const std::string arguments = fmt::format("<{}, flce::{}>", kernel.problem, kernel.tile);
-    const bool tempered = spec_.temperature && sees_logits(kernel.role);
-    const std::string params = tempered ? fmt::format("Tempered<flce::{}>", kernel.params) : kernel.params;
+    std::string params = kernel.params;
+    if (spec_.class_groups && sees_logits(kernel.role)) params = fmt::format("Grouped<flce::{}>", params);
+    if (spec_.temperature && sees_logits(kernel.role)) params = fmt::format("Tempered<flce::{}>", params);
     add(unit, kernel.role, params, fmt::format("flce::{}{}(p)", kernel.function, arguments), kernel.block);
     if (kernel.overlaps_previous) unit.kernels.back().overlaps_previous = source_.kernels.back().overlaps_previous = true;
     unit.source += fmt::format("static_assert({0}::kSmemBytes == {1} && {0}::kThreads == {2}, \"as the host has it\");\n",
@@ -151,7 +153,8 @@ void KernelWriter::row_kernels() {
     }
     rows(KernelRole::reduce_loss, "ReduceLossParams", kReduceThreads);
     rows(KernelRole::prepare, "PrepareParams", kReduceThreads, Waits::before_it_calls);
-    rows(KernelRole::row_coefficients, "RowCoefficientsParams", kRowThreads, Waits::before_it_calls, "row_coefficients_kernel");
+    const char* coefficients = spec_.class_groups ? "GroupedRowCoefficientsParams" : "RowCoefficientsParams";
+    rows(KernelRole::row_coefficients, coefficients, kRowThreads, Waits::before_it_calls, "row_coefficients_kernel");
 }
 
 void KernelWriter::option_kernels() {

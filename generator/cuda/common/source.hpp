@@ -33,7 +33,7 @@ private:
 /// A kernel over tiles, by its names in the path's templates.
 struct GemmKernel {
     KernelRole role{};
-    std::string params;    ///< parameter block, without temperatures: "ForwardSm90Params"
+    std::string params;    ///< parameter block, without temperatures and groups: "ForwardSm90Params"
     std::string function;  ///< function that the kernel calls: "forward_sm90"
     std::string stated;    ///< type that states kSmemBytes and kThreads: "ForwardSm90"
     std::string tile;      ///< type: "TileSm90<128, 192, 5, 2, true>"

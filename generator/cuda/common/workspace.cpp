@@ -44,8 +44,10 @@ std::int64_t rounded_row_bytes(const Spec& spec) { return rounds_weight(spec) ? 
 /// Bytes of a chunk's column beside dz: its sums of a bias, and its rounded weight.
 std::int64_t column_bytes(const Spec& spec) { return (spec.bias ? 12 : 0) + rounded_row_bytes(spec); }
 
-/// A token's coefficients, lse and target, its temperature, and what its teacher's probabilities are multiplied with.
-std::int64_t row_bytes(const Spec& spec) { return 24 + (spec.temperature ? 4 : 0) + (spec.teacher_top_k > 0 ? 4 : 0); }
+/// A token's coefficients, lse and target, its temperature and group, and what its teacher's probabilities are multiplied with.
+std::int64_t row_bytes(const Spec& spec) {
+    return 24 + (spec.temperature ? 4 : 0) + (spec.class_groups ? 4 : 0) + (spec.teacher_top_k > 0 ? 4 : 0);
+}
 
 /// Bytes that a token costs where a chunk has `chunk` columns.
 std::int64_t token_bytes(const Spec& spec, const BackwardNeeds& needs, std::int64_t chunk) {
@@ -173,6 +175,7 @@ Pieces place_backward(const Spec& spec, const BackwardSizes& s, BackwardLayout& 
     b.coefficients = pieces.take(b.rows * 16);
     b.row_targets = pieces.take(b.rows * 8);
     if (spec.temperature) b.row_temperatures = pieces.take(b.rows * 4);
+    if (spec.class_groups) b.row_groups = pieces.take(b.rows * 4);
     if (spec.teacher_top_k > 0) b.row_teacher_weights = pieces.take(b.rows * 4);
     if (spec.bias) {
         b.bias_partials = pieces.take(ceil_div(b.rows, b.bias_rows) * b.chunk * 4);

@@ -101,6 +101,7 @@ struct BackwardLayout {
     Expr coefficients{0};
     Expr row_targets{0};
     Expr row_temperatures{0};     ///< where the spec has temperatures
+    Expr row_groups{0};           ///< where the spec has class_groups
     Expr row_teacher_weights{0};  ///< where the spec has a teacher
     Expr bias_partials{0};
     Expr bias_accumulator{0};

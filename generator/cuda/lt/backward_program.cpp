@@ -102,9 +102,9 @@ LaunchBuilder<LtDlogitsParams> dlogits_launch(const Pass& pass, const Piece& pie
 
 Statement dlogits_of_piece(const Pass& pass, const Piece& piece) {
     const Spec& spec = pass.spec;
-    const Expr temperatures = workspace_at(pass.layout.row_temperatures) + piece.row_in_block * 4;
+    const RowNumbers numbers = row_numbers_at(pass.layout, piece.row_in_block);
     LaunchBuilder<LtDlogitsParams> launch = dlogits_launch(pass, piece);
-    if (!has_teacher_head(spec)) return build_tempered(std::move(launch), spec, temperatures);
+    if (!has_teacher_head(spec)) return build_with_rows(std::move(launch), spec, numbers);
     using Params = LtDivergenceDlogitsParams;
     LaunchBuilder<Params> of_heads(std::move(launch));
     of_heads.set(&Params::teacher_sums, workspace_at(pass.layout.teacher_sums))
@@ -113,7 +113,7 @@ Statement dlogits_of_piece(const Pass& pass, const Piece& piece) {
         .set(&Params::student_divergence, slot(Slot::student_divergence) + piece.rows.first * 4)
         .set_transform(&Params::teacher_transform, teacher_head(spec))
         .set_float(&Params::beta, static_cast<float>(spec.divergence_beta));
-    return build_tempered(std::move(of_heads), spec, temperatures);
+    return build_with_rows(std::move(of_heads), spec, numbers);
 }
 
 Matrix chunk_weight(const Pass& pass, const Chunk& chunk, const Expr& column_in_chunk) {
@@ -165,7 +165,7 @@ Statement retained_dlogits_step(const Pass& pass, const RetainedHeads& retained,
         .set_float(&Params::beta, static_cast<float>(spec.divergence_beta))
         .set_float(&Params::derivative, static_cast<float>(spec.logit_scale));
     set_retained_heads(launch, retained, block.first);
-    return build_tempered(std::move(launch), spec, workspace_at(layout.row_temperatures));
+    return build_with_rows(std::move(launch), spec, row_numbers_at(layout, 0));
 }
 
 /// dlogits of a chunk of a divergence: of logits that are all retained, or computed again.

@@ -52,7 +52,7 @@ Statement pieces_step(const ForwardPass& pass, const ForwardLayoutLt& layout, co
             .set(&Params::block_bytes, retained->layout.block_bytes)
             .set(&Params::retained_columns, retained->layout.columns);
     }
-    std::vector<Statement> steps = {product(pass, layout, piece), build_tempered(std::move(launch), pass.spec, temperatures_at(pass.rows))};
+    std::vector<Statement> steps = {product(pass, layout, piece), build_with_rows(std::move(launch), pass.spec, row_numbers_at(pass.rows))};
     return {Loop{kPieceLoop, ceil_div(pass.columns.count, std::int64_t{pass.plan.cuda.forward.block_n}), std::move(steps)}};
 }
 
@@ -68,7 +68,7 @@ Statement stale_launch(const ForwardPass& pass, const ForwardLayoutLt& layout, c
         .set(&Params::own_sums, workspace_at(layout.sums))
         .set(&Params::block_bytes, retained.layout.block_bytes)
         .set(&Params::retained_columns, retained.layout.columns);
-    return build_tempered(std::move(launch), pass.spec, temperatures_at(pass.rows));
+    return build_with_rows(std::move(launch), pass.spec, row_numbers_at(pass.rows));
 }
 
 // ---- A divergence from a teacher's head.
@@ -100,7 +100,7 @@ Statement heads_step(const ForwardPass& pass, const ForwardLayoutLt& layout, Ker
                                        teacher_gemm(spec, pass.plan, {pass.rows.first, pass.rows.count}, {piece.first, piece.count}, sums,
                                                     workspace_at(layout.gemm_workspace))};
     std::vector<Statement> steps = {{If{multiplies, std::move(products)}},
-                                    build_tempered(std::move(launch), spec, temperatures_at(pass.rows))};
+                                    build_with_rows(std::move(launch), spec, row_numbers_at(pass.rows))};
     return {Loop{kPieceLoop, ceil_div(pass.columns.count, std::int64_t{pass.plan.cuda.forward.block_n}), std::move(steps)}};
 }
 

@@ -18,8 +18,8 @@ ChunkGemms chunk_gemms(const BackwardPassSm80& pass, const Stretch& stretch) {
     const Expr sum = sum_at(pass) + rows.first * (spec.hidden_size * 4);
     const Expr last = equal(chunk.first_column + chunk.columns, pass.sum_ends);
     return {
-        .dlogits = build_tempered(dlogits_launch(pass, chunk, rows, tile_grid(tiles.dlogits, rows.count, chunk.columns)), spec,
-                                  workspace_at(pass.layout.row_temperatures)),
+        .dlogits = build_with_rows(dlogits_launch(pass, chunk, rows, tile_grid(tiles.dlogits, rows.count, chunk.columns)), spec,
+                                   row_numbers_at(pass.layout, 0)),
         .grad_weight = build_extended<RetainGradWeightParams>(
             pass, grad_weight_launch(pass, chunk, rows, tile_grid(tiles.grad_weight, weight.m, weight.n))),
         .grad_hidden = build_extended<RetainGradHiddenParams>(

@@ -22,7 +22,7 @@ Statement forward_retain_launch(const ForwardPass& pass, const RetainedLaunch& r
         .set(&Params::block_bytes, retained.layout.block_bytes)
         .set(&Params::retained_columns, retained.layout.columns)
         .set(&Params::again, again ? 1 : 0);
-    return build_tempered(std::move(launch), pass.spec, temperatures_at(pass.rows));
+    return build_with_rows(std::move(launch), pass.spec, row_numbers_at(pass.rows));
 }
 
 }  // namespace

@@ -73,12 +73,12 @@ LaunchBuilder<Params> joined_launch(const BackwardPassSm90& pass, const JoinedWo
 std::vector<Statement> with_counters(const BackwardPassSm90& pass, LaunchBuilder<Params> launch, const Expr& first_row,
                                      const Expr& grad_bias) {
     const BackwardLayoutSm90& layout = pass.layout;
-    const Expr temperatures = workspace_at(layout.row_temperatures) + first_row * 4;
+    const RowNumbers numbers = row_numbers_at(layout, first_row);
     const Statement counters{MemsetZero{workspace_at(layout.progress), layout.progress_bytes}};
-    if (!pass.spec.bias) return {counters, build_tempered(std::move(launch), pass.spec, temperatures)};
+    if (!pass.spec.bias) return {counters, build_with_rows(std::move(launch), pass.spec, numbers)};
     LaunchBuilder<WithGradBias<Params>> biased(std::move(launch));
     biased.set(&WithGradBias<Params>::grad_bias, grad_bias);
-    return {counters, build_tempered(std::move(biased), pass.spec, temperatures)};
+    return {counters, build_with_rows(std::move(biased), pass.spec, numbers)};
 }
 
 }  // namespace

@@ -44,7 +44,7 @@ Statement dlogits_step(const BackwardPassSm90& pass, const Chunk& chunk, const R
         .set_map(&Params::dlogits_map, dlogits_result(chunk, rows), kFirstRows)
         .set(&Params::tickets, tickets_at())
         .set_list(&Params::list, pass.list, rows.first);
-    return build_tempered(std::move(launch), pass.spec, workspace_at(pass.layout.row_temperatures));
+    return build_with_rows(std::move(launch), pass.spec, row_numbers_at(pass.layout, 0));
 }
 
 Statement grad_hidden_step(const BackwardPassSm90& pass, const Chunk& chunk, const RowBlock& rows) {

@@ -103,7 +103,7 @@ Statement forward_retain_launch(const ForwardPassSm90& pass, const ForwardKernel
         .set(&Params::stale, pass.retained.if_retained(pass.retained.stale))
         .set(&Params::retained_columns, retained.columns)
         .set(&Params::again, again ? 1 : 0);
-    return build_tempered(std::move(launch), pass.spec, temperatures_at(rows));
+    return build_with_rows(std::move(launch), pass.spec, row_numbers_at(rows));
 }
 
 /// Brings the hidden states of listed tokens together.

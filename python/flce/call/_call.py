@@ -42,22 +42,25 @@ def run(
     grad_weight_out: Tensor | None = None,
     teacher_ids: Tensor | None = None,
     teacher_probs: Tensor | None = None,
+    class_group: Tensor | None = None,
+    row_group: Tensor | None = None,
 ) -> Any:
     """`temperature`: read where it is a tensor; the options have one that is a number. `_arguments.check_teacher` has looked at the
-    teacher's."""
+    teacher's. `class_group` and `row_group`: both or neither."""
     rows = temperature if isinstance(temperature, Tensor) else None
     alone = False  # there is nothing but options
     if not torch.compiler.is_compiling():
         if hasattr(weight, "ds_status"):
             _zero3.refuse_ungathered("weight", weight)
         alone = bias is None and class_weight is None and num_valid_tokens is None and token_weight is None and grad_weight_out is None
-        alone = alone and class_offset is None and rows is None and teacher_ids is None
+        alone = alone and class_offset is None and class_group is None and rows is None and teacher_ids is None
         call = _latest.get(options) if alone else None
         if call is not None and not _dispatch_modes() and _transforms() is None and _tracing_state() is None:
             value = call.value(hidden, weight, target)
             if value is not None:
                 return value
-    given = Inputs(hidden, weight, target, options, bias, class_weight, None, rows, token_weight, teacher_ids, teacher_probs, class_offset)
+    of_tokens = rows, token_weight, teacher_ids, teacher_probs
+    given = Inputs(hidden, weight, target, options, bias, class_weight, None, *of_tokens, class_offset, class_group, row_group)
     return _run_checked(given, num_valid_tokens, grad_weight_out, alone=alone)
 
 

@@ -48,6 +48,9 @@ def check_inputs(given: Inputs, when: str = "") -> None:
     for name in ("temperature", "token_weight"):
         if (tensor := getattr(given, name)) is not None:
             _check_tensor(name, tensor, [num_tokens], (torch.float32,), hidden.device, when)
+    for name, tensor, shape in (("class_group", given.class_group, classes), ("row_group", given.row_group, [num_tokens])):
+        if tensor is not None:
+            _check_tensor(name, tensor, shape, (torch.int32,), hidden.device, when)
     top_k = options.outputs.teacher_top_k
     for name, dtypes in (("teacher_ids", TARGET_DTYPES), ("teacher_probs", (torch.float32,))):
         tensor = getattr(given, name)

@@ -243,7 +243,7 @@ _REST = "Tensor? bias, Tensor? class_weight, Tensor? num_valid, str options, int
 # A schema's fields keep their places, since caches of compiled graphs do not look at schemas.
 _CHOICE = "int retain=0"
 _ROWS = "Tensor? temperature=None, Tensor? token_weight=None, Tensor? teacher_ids=None, Tensor? teacher_probs=None, str parallel=''"
-_CLASSES = "Tensor? class_offset=None"
+_CLASSES = "Tensor? class_offset=None, Tensor? class_group=None, Tensor? row_group=None"
 
 _SCHEMAS = {
     "linear_cross_entropy": f"({_INPUTS}, {_REST}, {_CHOICE}, {_ROWS}, bool named_logprobs=False, {_CLASSES})"

@@ -30,6 +30,8 @@ PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 ROW_ALIGNMENT = 16  # bytes; of hidden, weight and their gradients
 OF_CLASSES = ("bias", "class_weight", "class_offset")
 OPTIONAL_INPUTS = (*OF_CLASSES, "temperature", "token_weight")  # flags of a Spec, and tensors of its calls
+GROUPS = ("class_group", "row_group")  # tensors of the flag class_groups
+FLAGS = (*OF_CLASSES, "class_groups", "temperature", "token_weight")
 
 DIFFERENTIABLE = ("lse", "logprobs", "entropy")  # per token, beside the loss
 VALUES = ("loss", *DIFFERENTIABLE, "log_sum_sq_probs")  # fp32, in the order in which they lie in one tensor; top1 has one of its own
@@ -173,6 +175,8 @@ class Inputs(NamedTuple):
     teacher_ids: Tensor | None = None  # [N, K] int64 or int32, as many as the options say, as the next one
     teacher_probs: Tensor | None = None  # [N, K] fp32
     class_offset: Tensor | None = None  # [V] fp32
+    class_group: Tensor | None = None  # [V] int32
+    row_group: Tensor | None = None  # [N] int32
     group: Any = None  # the process group of options.parallel, once a pass has begun (`with_group`)
 
     def tensors(self) -> dict[str, Tensor | None]:
@@ -218,6 +222,7 @@ class KernelKey(NamedTuple):
     bias: bool
     class_weight: bool
     class_offset: bool
+    class_groups: bool
     temperature: bool
     token_weight: bool
     options: str
@@ -245,7 +250,7 @@ class KernelKey(NamedTuple):
             parts.append(f"grad_weight_dtype={DTYPE_NAMES[self.grad_weight_dtype]}")
         if self.accumulate:
             parts.append("grad_weight_mode=accumulate")
-        parts += [name for name in OPTIONAL_INPUTS if getattr(self, name)]
+        parts += [name for name in FLAGS if getattr(self, name)]
         if self.options:
             parts.append(self.options)
         return ",".join(parts)
@@ -269,6 +274,8 @@ class Frame:
     bias: _native.TensorView
     class_weight: _native.TensorView
     class_offset: _native.TensorView
+    class_group: _native.TensorView
+    row_group: _native.TensorView
     temperature: _native.TensorView
     token_weight: _native.TensorView
     num_valid: _native.TensorView
@@ -308,6 +315,8 @@ class Frame:
                 setattr(args, name, self.address[name])
             for name in OPTIONAL_INPUTS:
                 setattr(args, name, self.address[name] if getattr(key, name) else None)
+            for name in GROUPS:
+                setattr(args, name, self.address[name] if key.class_groups else None)
         values, _, saved, teacher_top_k, _ = kernel.outputs
         for name in _TEACHER:
             for args in (self.forward, self.backward):
@@ -331,6 +340,7 @@ class Frame:
             "grad_hidden": DTYPE_CODES[key.grad_hidden_dtype or key.dtype],
             "grad_weight": DTYPE_CODES[key.grad_weight_dtype],
             "fp32": _native.FP32,
+            "int32": _native.INT32,
             "label": _native.INT64,
             "count": _native.FP32,
             "uint64": _native.UINT64,
@@ -448,6 +458,8 @@ class Frame:
         bias = _numbers(self.bias, given.bias, self.dtype)
         class_weight, class_offset = _numbers(self.class_weight, given.class_weight), _numbers(self.class_offset, given.class_offset)
         temperature, token_weight = _numbers(self.temperature, given.temperature), _numbers(self.token_weight, given.token_weight)
+        class_group = _numbers(self.class_group, given.class_group, torch.int32)
+        row_group = _numbers(self.row_group, given.row_group, torch.int32)
         if teacher_ids is not None and teacher_probs is not None:
             teacher_ids, teacher_probs = teacher_ids.contiguous(), teacher_probs.contiguous()
             self.teacher_ids.data, self.teacher_probs.data = teacher_ids.data_ptr(), teacher_probs.data_ptr()
@@ -460,7 +472,8 @@ class Frame:
             args.num_valid = self.address["num_valid"]
         if rule != self.rule:
             self.set_rule(*rule)
-        return hidden, weight, target, bias, class_weight, class_offset, temperature, token_weight, teacher_ids, teacher_probs
+        of_classes = bias, class_weight, class_offset, class_group
+        return hidden, weight, target, *of_classes, row_group, temperature, token_weight, teacher_ids, teacher_probs
 
 
 def is_hidden_major(weight: Tensor) -> bool:

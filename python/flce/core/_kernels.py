@@ -388,6 +388,7 @@ def key_of(given: Inputs, grad_weight_out: Tensor | None, vocab_size: int) -> Ke
         bias=given.bias is not None,
         class_weight=given.class_weight is not None,
         class_offset=given.class_offset is not None,
+        class_groups=given.class_group is not None,
         temperature=given.temperature is not None,
         token_weight=given.token_weight is not None,
         options=given.options.spec,

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from flce import errors
 from flce.core import _locks
 
-ABI_VERSION = 15
+ABI_VERSION = 16
 
 CPU, CUDA = 1, 2
 INT32, INT64, UINT64 = 0x0020, 0x0040, 0x0140

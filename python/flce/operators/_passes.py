@@ -62,6 +62,7 @@ def kernel_of(
         bias=bias,
         class_weight=False,
         class_offset=False,
+        class_groups=False,
         temperature=temperature,
         token_weight=False,
         options=options,

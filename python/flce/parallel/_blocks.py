@@ -89,6 +89,14 @@ class _Call(NamedTuple):
     number: float  # the scale, where it is no tensor
 
 
+class _Labels(NamedTuple):
+    """What rows are compared by: labels of all ranks' rows, and groups."""
+
+    target: Tensor
+    row_group: Tensor | None = None  # of all ranks' rows
+    class_group: Tensor | None = None  # of this rank's classes
+
+
 class _BlockKernel(ShardKernel):
     """A kernel of one block's classes; `ranks` is the number of blocks."""
 
@@ -114,11 +122,18 @@ class _BlockKernel(ShardKernel):
 
 
 def cross_entropy(
-    rows: Tensor, classes: Tensor, target: Tensor, scale: Tensor | float, blocks: Blocks, options: CallOptions, columns: int
+    rows: Tensor,
+    classes: Tensor,
+    target: Tensor,
+    scale: Tensor | float,
+    blocks: Blocks,
+    options: CallOptions,
+    columns: int,
+    groups: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Cross entropy of scale · rows · classesᵀ, of this rank's rows [N, D], classes [M, D] and all ranks' labels [ranks · N]. The first
     `columns` of rows give a scale its gradient, which the first rank has for all of them, and the others' is 0. `options` have the scale
-    where it is a number."""
+    where it is a number. `groups`: those of `functional.cross_entropy_of_groups`, of all ranks' rows and of this rank's classes."""
     if torch.compiler.is_compiling():
         raise errors.UnsupportedTransformError("documents_per_block is for eager mode; leave it out under torch.compile")
     given = Inputs(rows, classes, target, replace(options, retain=_retain.Retain()))
@@ -133,48 +148,53 @@ def cross_entropy(
     given = _call._as_kernels_read(given)
     number = math.nan if isinstance(scale, Tensor) else float(scale)
     call = _Call(blocks, given.options, columns, number)
-    loss: Tensor = _CrossEntropy.apply(given.hidden, given.weight.contiguous(), scale, target, call)
+    labels = _Labels(target, *(groups or ()))
+    loss: Tensor = _CrossEntropy.apply(given.hidden, given.weight.contiguous(), scale, labels, call)
     return loss
 
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, classes: Tensor, scale: Tensor | float, target: Tensor, call: _Call) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, classes: Tensor, scale: Tensor | float, labels: _Labels, call: _Call) -> Tensor:
         blocks, number = call.blocks, scale.detach() if isinstance(scale, Tensor) else None
-        everyone = blocks.gathered(rows.detach())
-        merger = _kernel(_given(call, everyone, classes, target, number, 0), 0, call)
-        partial_sums = merger.new_floats((classes.shape[0] // blocks.size, merger.fields, target.shape[0]))
+        everyone, tokens = blocks.gathered(rows.detach()), labels.target.shape
+        merger = _kernel(_given(call, everyone, classes, labels, number, 0), 0, call)
+        partial_sums = merger.new_floats((classes.shape[0] // blocks.size, merger.fields, tokens[0]))
         for index, mine in enumerate(partial_sums):
-            given = _given(call, everyone, classes, target, number, index)
+            given = _given(call, everyone, classes, labels, number, index)
             _kernel(given, blocks.first + index * blocks.size, call).write_partial_sums(given, mine)
-        given = _given(call, everyone, classes, target, number, 0)
-        loss = merger.new_values(given, target.shape)
+        given = _given(call, everyone, classes, labels, number, 0)
+        loss = merger.new_values(given, tokens)
         saved = merger.merge(given, blocks.of_all_blocks(partial_sums), loss)
         ctx.call = call
-        ctx.save_for_backward(rows, classes, target, saved, number)
+        ctx.save_for_backward(rows, classes, saved, number, *labels)
         return loss
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor) -> Any:
-        rows, classes, target, saved, number = ctx.saved_tensors
+        rows, classes, saved, number, *labels = ctx.saved_tensors
         wanted = ctx.needs_input_grad[:3]
-        made = _Gradients(ctx.call, rows, classes, target, saved, number).made(grad_loss.resolve_neg().contiguous(), wanted)
+        made = _Gradients(ctx.call, rows, classes, _Labels(*labels), saved, number).made(grad_loss.resolve_neg().contiguous(), wanted)
         if torch.is_grad_enabled():
             made = tuple(_op.refuse_second_derivative(made, (grad_loss, rows, classes, number)))
         return *made, None, None
 
 
-def _given(call: _Call, everyone: Tensor, classes: Tensor, target: Tensor, number: Tensor | None, index: int) -> Inputs:
+def _given(call: _Call, everyone: Tensor, classes: Tensor, labels: _Labels, number: Tensor | None, index: int) -> Inputs:
     """Inputs of the kernel calls of this rank's block number `index`. A rank without any has memory for one, for the merge alone, which
     does not read it."""
     blocks = call.blocks
-    block = classes.detach()[index * blocks.size : (index + 1) * blocks.size]
+    of_block = slice(index * blocks.size, (index + 1) * blocks.size)
+    block, target = classes.detach()[of_block], labels.target
+    groups = None if labels.class_group is None else labels.class_group[of_block]
     if block.shape[0] == 0:
         block = classes.new_empty((blocks.size, classes.shape[1]))
+        groups = None if groups is None else groups.new_empty(blocks.size)
     start = blocks.first + index * blocks.size
     parallel = Parallel(blocks.all_blocks, False, start, blocks.total, -1, torch.float32, False, "")
     temperature = None if number is None else (1 / number.to(torch.float32).reshape(())).expand(target.shape).contiguous()
-    return Inputs(everyone, block, target, replace(call.options, parallel=parallel), temperature=temperature)
+    options = replace(call.options, parallel=parallel)
+    return Inputs(everyone, block, target, options, temperature=temperature, class_group=groups, row_group=labels.row_group)
 
 
 def _kernel(given: Inputs, start: int, call: _Call) -> _BlockKernel:
@@ -188,9 +208,10 @@ def _kernel(given: Inputs, start: int, call: _Call) -> _BlockKernel:
 class _Gradients:
     """One backward."""
 
-    def __init__(self, call: _Call, rows: Tensor, classes: Tensor, target: Tensor, saved: Tensor, number: Tensor | None) -> None:
+    def __init__(self, call: _Call, rows: Tensor, classes: Tensor, labels: _Labels, saved: Tensor, number: Tensor | None) -> None:
         self.call, self.blocks = call, call.blocks
-        self.rows, self.classes, self.target, self.saved, self.number = rows.contiguous(), classes.contiguous(), target, saved, number
+        self.rows, self.classes, self.labels, self.saved, self.number = rows.contiguous(), classes.contiguous(), labels, saved, number
+        self.target = labels.target
 
     def made(self, grad_loss: Tensor, wanted: tuple[bool, ...]) -> tuple[Tensor | None, ...]:
         want_rows, want_classes, want_scale = wanted
@@ -202,7 +223,7 @@ class _Gradients:
         bounds = self._bounds(grad_loss) if of_rows else None
         size = self.blocks.size
         for index in range(self.classes.shape[0] // size):
-            given = _given(self.call, everyone, self.classes, self.target, self.number, index)
+            given = _given(self.call, everyone, self.classes, self.labels, self.number, index)
             of_block = None if grad_classes is None else grad_classes[index * size : (index + 1) * size]
             kernel = _kernel(given, self.blocks.first + index * size, self.call)
             kernel.backward(given, self.saved.contiguous(), grad_loss, part, of_block, None)

@@ -17,7 +17,7 @@ from flce.core._frame import OF_CLASSES, CallOptions, Parallel
 from flce.parallel import _shards
 
 _kernels.find_shard = _shards.find_for
-_OF_CLASSES = (*OF_CLASSES, "grad_weight_out")
+_OF_CLASSES = (*OF_CLASSES, "class_group", "grad_weight_out")
 
 
 def run(

@@ -15,7 +15,7 @@ from torch import Tensor
 from flce import errors
 from flce.call import _options
 from flce.core import _kernels, _native, _retain
-from flce.core._frame import DTYPE_NAMES, OF_CLASSES, VALUES, Frame, Inputs, KernelKey, is_hidden_major
+from flce.core._frame import DTYPE_NAMES, GROUPS, OF_CLASSES, VALUES, Frame, Inputs, KernelKey, is_hidden_major
 from flce.parallel import _layouts, _parallel
 from flce.parallel._layouts import Shard
 
@@ -199,7 +199,7 @@ def find_for(given: Inputs, grad_weight_out: Tensor | None = None, *, backward: 
         ("sequence_parallel", parallel.sequence),
         ("reduce_dtype", parallel.reduce_dtype and DTYPE_NAMES[parallel.reduce_dtype]),
         ("reduce_grad_hidden", parallel.reduce_grad_hidden),
-        *((f"whether {name} is given", getattr(given, name) is not None) for name in (*OF_CLASSES, *_OF_TOKENS)),
+        *((f"whether {name} is given", getattr(given, name) is not None) for name in (*OF_CLASSES, *GROUPS, *_OF_TOKENS)),
     )
     of_tokens = {name: getattr(given, name) for name in _OF_TOKENS}
     shard = _layouts.shard_of(given.group, parallel, weight, of_tokens, layer, backward=backward)

@@ -29,7 +29,7 @@ extern "C" {
 #endif
 
 /* Grows when functions or fields are added; fields and functions that are there keep their meaning. */
-#define FLCE_ABI_VERSION 15
+#define FLCE_ABI_VERSION 16
 
 /* The ABI version the library was built with, and the library's version ("0.1.0"). */
 FLCE_API int32_t flce_abi_version(void);
@@ -327,12 +327,14 @@ typedef struct flce_forward_args {
     const flce_tensor* top_logprobs; /* [N, K] fp32, written; 0 for ignored rows */
     const flce_tensor* top_ids;      /* [N, K] int64, written; -1 for ignored rows */
     const flce_tensor* class_offset; /* [V] fp32, -inf for a class that is ruled out; required iff the spec has class_offset */
+    const flce_tensor* class_group;  /* [V] int32; required iff the spec has class_groups, and so is row_group. Below 0: of no group */
+    const flce_tensor* row_group;    /* [N] int32 */
 } flce_forward_args;
 /* clang-format off */
 #define FLCE_FORWARD_ARGS_INIT                                                                                 \
     {sizeof(flce_forward_args), NULL, NULL, NULL, NULL, NULL, -100, FLCE_REDUCTION_MEAN, 0, NULL, NULL, NULL,  \
      NULL, NULL, NULL, NULL, NULL, 0, FLCE_RETAINED_OWN, 0, NULL, NULL, NULL, NULL, NULL, NULL, NULL, 0, NULL,  \
-     NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL}
+     NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL}
 /* clang-format on */
 
 /* Arguments that make a shard's outputs from all shards' partial sums. Tensors as in forward, but for three. */
@@ -413,21 +415,23 @@ typedef struct flce_backward_args {
     const flce_tensor* teacher_lse; /* teacher_lse and student_divergence: [N] fp32, as forward wrote them */
     const flce_tensor* student_divergence;
     const flce_tensor* class_offset; /* [V] fp32, forward's */
+    const flce_tensor* class_group;  /* [V] int32, forward's; row_group too */
+    const flce_tensor* row_group;
 } flce_backward_args;
 /* clang-format off */
 #define FLCE_BACKWARD_ARGS_INIT                                                                             \
     {sizeof(flce_backward_args), NULL, NULL, NULL, NULL, NULL, -100, FLCE_REDUCTION_MEAN, 0, NULL, NULL,    \
      NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, 0, FLCE_RETAINED_OWN, 0, NULL, NULL, NULL, NULL, \
-     NULL, NULL, 0, NULL, NULL, FLCE_STAGE_WHOLE, 0, NULL, NULL, NULL, NULL, NULL, NULL}
+     NULL, NULL, 0, NULL, NULL, FLCE_STAGE_WHOLE, 0, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL}
 /* clang-format on */
 
 /* JSON description of these three structs, for bindings that build them when they are loaded:
  *     {"forward": {"size": bytes, "fields": [{"name", "offset", "type"}, ...]}, "merge": {...}, "backward": {...},
  *      "tensors": [{"name", "elements", "extent"}, ...]}
  * type: "tensor" (const flce_tensor*), "pointer", "size", "int32", "int64". elements: what the tensor's element type is: "spec", "weight",
- * "grad_hidden", "grad_weight" (the spec's dtype, weight_dtype, grad_hidden_dtype, grad_weight_dtype), "fp32", "int64", "uint64", "label"
- * (int32 or int64), "count" (fp32, int32, int64). extent: its shape: "scalar", "tokens" [N], "loss" ([N] or a scalar), "classes" [V],
- * "hidden" [N, D], "weight", "teacher" [N, K], "teacher_hidden" [N, D_t], "teacher_weight", "top" [N, K], "partial_sums" [F, N],
+ * "grad_hidden", "grad_weight" (the spec's dtype, weight_dtype, grad_hidden_dtype, grad_weight_dtype), "fp32", "int32", "int64", "uint64",
+ * "label" (int32 or int64), "count" (fp32, int32, int64). extent: its shape: "scalar", "tokens" [N], "loss" ([N] or a scalar), "classes"
+ * [V], "hidden" [N, D], "weight", "teacher" [N, K], "teacher_hidden" [N, D_t], "teacher_weight", "top" [N, K], "partial_sums" [F, N],
  * "all_partial_sums" [R x F, N]. */
 FLCE_API flce_status flce_call_arguments_json(char* buffer, size_t capacity, size_t* needed);
 

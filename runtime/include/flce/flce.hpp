@@ -96,6 +96,8 @@ struct ForwardArgs {
     TensorView bias{};          ///< [V], spec dtype; required iff spec.bias
     TensorView class_weight{};  ///< [V] fp32; required iff spec.class_weight
     TensorView class_offset{};  ///< [V] fp32; required iff spec.class_offset
+    TensorView class_group{};   ///< [V] int32; required iff spec.class_groups, and so is row_group [N]. Below 0: of no group
+    TensorView row_group{};
     TensorView target{};        ///< [N] int32 or int64. With spec.teacher_top_k and a hard_weight of 0 it only says which tokens take part:
                                 ///< tokens with any class
     TensorView temperature{};   ///< [N] fp32; required iff spec.temperature. A row's temperature that is not between 2^-100 and 2^100 is a
@@ -178,6 +180,8 @@ struct BackwardArgs {
     TensorView bias{};
     TensorView class_weight{};
     TensorView class_offset{};
+    TensorView class_group{};
+    TensorView row_group{};
     TensorView target{};
     TensorView temperature{};
     TensorView token_weight{};
