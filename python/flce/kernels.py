@@ -91,7 +91,8 @@ def get_kernel(
     grad_weight_out's where that differs from the weight's; hidden_major: the weight is the view `w.t()` of a [D, V]; accumulate: with
     grad_weight_out; temperature: a call has one that is not the number 1; token_weight: a call has them; class_groups: `info_nce` has a
     mask. num_tokens: rows of the call's hidden; their token bucket (docs/tuning.md) chooses the plan, and what workspace_limit_bytes leaves
-    for scratch depends on their number. None: a plan for 4096 tokens. device: None means the current CUDA device, or the CPU where there is none.
+    for scratch depends on their number. None: a plan for 4096 tokens. device: None means the current CUDA device, or the CPU where there is
+    none.
     strict: a kernel that no cache has is a CacheMissError that names the `flce prewarm` to run, and a cache that cannot be used an
         UnavailableError;
     None: as `set_strict` or FLCE_STRICT says. Raises ArgumentError, DTypeError, SpecError, PlanError, UnavailableError, CompileError,

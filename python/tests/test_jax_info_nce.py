@@ -61,6 +61,39 @@ def test_values_and_gradients(dtype: str, corrected: bool, named: bool, symmetri
         cases.near(found, each.grad, cases.BOUNDS[dtype])
 
 
+def masked(scores: torch.Tensor, of_rows: Any, of_classes: Any, own: torch.Tensor) -> torch.Tensor:
+    same = torch.as_tensor((of_rows[:, None] == of_classes) & (of_rows[:, None] >= 0))
+    return scores.masked_fill(same.scatter(1, own.clamp(min=0)[:, None], False), -torch.inf)
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("devices", [1, 8])
+def test_a_mask(devices: int, named: bool, symmetric: bool) -> None:
+    queries, documents, positives, _ = embeddings()
+    draw = np.random.default_rng(1)
+    of_queries, of_documents = (draw.integers(-1, 6, count) * 10**8 for count in (QUERIES, DOCUMENTS))
+    options = {"positives": positives if named else None, "mask": (jnp.asarray(of_queries), jnp.asarray(of_documents))}
+    loss = lambda q, d: fj.info_nce(q, d, scale=9.0, symmetric=symmetric, **options)  # noqa: E731
+    rows = [queries, documents]
+    if devices > 1:
+        mesh = Mesh(np.array(jax.devices("cpu")), ("data",))
+        rows = [jax.device_put(each, NamedSharding(mesh, P("data"))) for each in rows]
+    made, gradients = jax.jit(jax.value_and_grad(loss, (0, 1)))(*rows)
+    inputs = [cases.as_torch(each, torch.float64).requires_grad_() for each in (queries, documents)]
+    places = cases.as_torch(positives).long() if named else torch.arange(QUERIES)
+    right = F.cross_entropy(masked(9 * inputs[0] @ inputs[1].T, of_queries, of_documents, places), places)
+    if symmetric:
+        own, back = places.clamp(min=0), torch.where(places >= 0, torch.arange(QUERIES), -100)
+        scores = masked(9 * inputs[1][own] @ inputs[0].T, of_documents[own.numpy()], of_queries, torch.arange(QUERIES))
+        right = (right + F.cross_entropy(scores, back)) / 2
+    right.backward()
+    cases.near(made, right, 0.2 * cases.BOUNDS["float32"])
+    for found, each in zip(gradients, inputs, strict=True):
+        assert each.grad is not None
+        cases.near(found, each.grad, cases.BOUNDS["float32"])
+
+
 def test_over_a_mesh() -> None:
     queries, documents, positives, added = embeddings()
     mesh = Mesh(np.array(jax.devices("cpu")), ("data",))
@@ -109,6 +142,9 @@ def test_refusals() -> None:
         (errors.ShapeError, "scale has shape", lambda: fj.info_nce(queries, documents, scale=jnp.ones(2))),
         (errors.ArgumentError, "scale is 0", lambda: fj.info_nce(queries, documents, scale=0.0)),
         (errors.ArgumentError, "reduction is 'weighted_mean'", lambda: fj.info_nce(queries, documents, reduction="weighted_mean")),
+        (errors.ArgumentError, r"mask is .* of shape \[24, 40\]", lambda: fj.info_nce(queries, documents, mask=jnp.zeros((24, 40), bool))),
+        (errors.ShapeError, r"mask has int32\[24\] for of_documents", lambda: fj.info_nce(queries, documents, mask=(positives, positives))),
+        (errors.DTypeError, "mask has None for of_documents", lambda: fj.info_nce(queries, documents, mask=(positives, None))),
         (errors.DTypeError, "symmetric is 1", lambda: fj.info_nce(queries, documents, symmetric=1)),
     ):
         with pytest.raises(kind, match=text):

@@ -410,6 +410,7 @@ def info_nce(
     scale: Any = 1.0,
     positives: Any = None,
     negative_log_q: Any = None,
+    mask: Any = None,
     symmetric: bool = False,
     reduction: str = "mean",
     workspace_limit_bytes: int | None = None,
@@ -425,6 +426,8 @@ def info_nce(
             i for query i.
         negative_log_q: [M], finite, without a gradient: −log of the probability that a document was drawn with, added to its scores. Kept
             to 24 bits in 16-bit dtypes.
+        mask: (of_queries, of_documents), [N] and [M] int32 or int64: a document whose number is the query's counts for nothing in that
+            query's softmax, unless it is the query's positive, and with symmetric a query in a document's. Below 0 none is equal.
         symmetric: the mean of this loss and of that of each positive document among all queries, which takes no negative_log_q.
         reduction: "none" gives [N], 0 for ignored queries; "sum" and "mean" a scalar, float32. "mean" divides by the queries that count.
         workspace_limit_bytes: as in `linear_cross_entropy`; with symmetric each of the two losses has this limit.
@@ -439,6 +442,7 @@ def info_nce(
     _contrastive.check(
         arrays["queries"], arrays["documents"], scale, arrays.get("positives"), arrays.get("negative_log_q"), reduction
     )  # fmt: skip
+    arrays |= _contrastive.check_mask(mask, arrays["queries"], arrays["documents"])
     arrays["scale"] = jnp.asarray(scale, jnp.float32).reshape(())
 
     def run(arrays: dict[str, jax.Array]) -> tuple[jax.Array]:
@@ -449,21 +453,31 @@ def info_nce(
 
 def _info_nce(arrays: dict[str, jax.Array], symmetric: bool, reduction: str, workspace_limit_bytes: int | None) -> jax.Array:
     rows, classes, added, number = arrays["queries"], arrays["documents"], arrays.get("negative_log_q"), arrays["scale"]
-    options = {"reduction": reduction, "workspace_limit_bytes": workspace_limit_bytes, "temperature": 1 / jax.lax.stop_gradient(number)}
+    temperature, numbers = 1 / jax.lax.stop_gradient(number), [arrays.get(name) for name in ("of_queries", "of_documents")]
     forth, back = _contrastive.alone(rows, arrays.get("positives"), classes.shape[0])
 
-    def one_way(rows: jax.Array, classes: jax.Array, target: jax.Array) -> jax.Array:
+    def one_way(rows: jax.Array, classes: jax.Array, target: jax.Array, *of_each: Any) -> jax.Array:
         if classes.shape[0] == 1:  # nothing to tell the positive from
             return jnp.zeros(target.shape if reduction == "none" else (), jnp.float32)
-        made: jax.Array = linear_cross_entropy(rows, classes, target, **options)
-        return made
+        inputs = {"hidden": rows, "weight": classes, "temperature": jnp.broadcast_to(temperature, target.shape)}
+        if of_each[0] is not None:
+            inputs |= _contrastive.groups_of(*of_each)
+        made = _rows.results_of(
+            inputs, target, ("loss",), weight_layout="vocab_major", ignore_index=_IGNORED, axis_name=None,
+            workspace_limit_bytes=workspace_limit_bytes,
+        )  # fmt: skip
+        return _targets.outputs(made, ("loss",), reduction, {})[0]
 
     scaled, wide = _contrastive.watched(rows, number), classes
     if added is not None:
         more = jax.lax.stop_gradient(added.astype(jnp.float32) / number)
         scaled, wide = _contrastive.with_added(scaled, classes, more)
-    loss = one_way(scaled, wide, forth)
+    loss = one_way(scaled, wide, forth, *numbers)
     if not symmetric:
         return loss
-    own = classes[: rows.shape[0]] if "positives" not in arrays else classes[jnp.clip(forth, 0, classes.shape[0] - 1)]
-    return (loss + one_way(_contrastive.watched(own, number), rows, back)) / 2
+
+    def own(each: Any) -> Any:
+        return each[: rows.shape[0]] if "positives" not in arrays else each[jnp.clip(forth, 0, classes.shape[0] - 1)]
+
+    exchanged = (None, None) if numbers[1] is None else (own(numbers[1]), numbers[0])
+    return (loss + one_way(_contrastive.watched(own(classes), number), rows, back, *exchanged)) / 2

@@ -59,6 +59,8 @@ class Layer(NamedTuple):
         if weight.dtype != hidden.dtype:
             parts.append(f"weight_dtype={DTYPES[weight.dtype.name]}")
         parts += [name for name in _FLAGS if name in self.inputs]
+        if "class_group" in self.inputs:
+            parts.append("class_groups")
         if self.options:
             parts.append(self.options)
         return ",".join(parts)

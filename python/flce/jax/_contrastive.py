@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from flce import errors
 from flce.core import checks
-from flce.jax import _calls
+from flce.jax import _calls, _layer
 
 _REDUCTIONS = ("none", "sum", "mean")
 _IGNORED = -100
@@ -44,6 +44,32 @@ def check(queries: jax.Array, documents: jax.Array, scale: Any, positives: Any, 
             raise errors.ArgumentError(f"scale is {scale!r}; it must be from 2^-100 to 2^100")
     elif jnp.shape(scale) != () and jnp.size(scale) != 1:
         raise errors.ShapeError(f"scale has shape {list(jnp.shape(scale))}; it must be one number")
+
+
+def check_mask(mask: Any, queries: jax.Array, documents: jax.Array) -> dict[str, jax.Array]:
+    """Numbers of queries and of documents, by name; none where there is no mask."""
+    if mask is None:
+        return {}
+    instead = f"give (of_queries, of_documents), [{queries.shape[0]}] and [{documents.shape[0]}] of int32 or int64"
+    if not isinstance(mask, (tuple, list)) or len(mask) != 2:
+        shape = f" of shape {list(mask.shape)}" if hasattr(mask, "shape") else ""
+        raise errors.ArgumentError(f"mask is a {type(mask).__name__}{shape}; {instead}: a pair of equal numbers is left out")
+    made = _layer.arrays_of(of_queries=mask[0], of_documents=mask[1])
+    for name, rows in (("of_queries", queries), ("of_documents", documents)):
+        if name not in made:
+            raise errors.DTypeError(f"mask has None for {name}; {instead}")
+        if made[name].dtype not in (jnp.int32, jnp.int64) or made[name].shape != rows.shape[:1]:
+            raise errors.ShapeError(f"mask has {made[name].dtype}{list(made[name].shape)} for {name}; {instead}")
+    return made
+
+
+def groups_of(of_rows: jax.Array, of_classes: jax.Array) -> dict[str, jax.Array]:
+    """The numbers as int32: equal ones stay equal, others different, and those below 0 are of no group."""
+    ordered = jnp.sort(of_classes)
+    at = jnp.minimum(jnp.searchsorted(ordered, of_rows), ordered.shape[0] - 1)
+    rows = jnp.where((of_rows >= 0) & (ordered[at] == of_rows), at, -1)
+    classes = jnp.where(of_classes >= 0, jnp.searchsorted(ordered, of_classes), -1)
+    return {"row_group": rows.astype(jnp.int32), "class_group": classes.astype(jnp.int32)}
 
 
 def watched(rows: jax.Array, scale: jax.Array) -> jax.Array:

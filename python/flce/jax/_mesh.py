@@ -24,6 +24,7 @@ _SHARED = {
     "bias": ("classes",),
     "class_weight": ("classes",),
     "class_offset": ("classes",),
+    "class_group": ("classes",),
     "grad_weight": ("classes", "depth"),
     "grad_bias": ("classes",),
 }

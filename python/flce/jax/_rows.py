@@ -20,8 +20,8 @@ from flce import errors
 from flce.jax import _calls, _layer, _library, _mesh, _sharded, _targets
 from flce.jax._calls import Layer
 
-_OF_CLASSES = ("weight", "bias", "class_weight", "class_offset")  # inputs that all rows share
-_OPTIONAL = ("bias", "class_weight", "class_offset", "temperature", "teacher_ids", "teacher_probs")
+_OF_CLASSES = ("weight", "bias", "class_weight", "class_offset", "class_group")  # inputs that all rows share
+_OPTIONAL = ("bias", "class_weight", "class_offset", "class_group", "row_group", "temperature", "teacher_ids", "teacher_probs")
 
 
 @jax.tree_util.register_static
