@@ -115,8 +115,8 @@ def info_nce(
         places = _alone(queries, documents, positives)
     else:
         learned = scale if isinstance(scale, Tensor) and scale.requires_grad else None
-        said = {"positives": positives, "negative_log_q": negative_log_q, "symmetric": symmetric or None, "scale's gradient": learned}
-        said |= {"scale as a tensor": scale if isinstance(scale, Tensor) else None, "mask": mask}
+        said: dict[str, Any] = {"positives": positives, "negative_log_q": negative_log_q, "symmetric": symmetric or None, "mask": mask}
+        said |= {"scale's gradient": learned, "scale as a tensor": scale if isinstance(scale, Tensor) else None}
         places = _over_ranks(process_group, queries, documents, check, said, negatives, documents_per_block, scale, reduction)
     options = {
         "reduction": reduction,

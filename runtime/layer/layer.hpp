@@ -98,7 +98,7 @@ struct RandomLayer {
     std::vector<std::byte> hidden, weight, bias;                          ///< spec dtype
     std::vector<std::byte> teacher_hidden, teacher_weight, teacher_bias;  ///< inputs of a teacher's head, if the spec has one
     std::vector<float> class_weight, class_offset;
-    std::vector<std::int32_t> class_group, row_group;  ///< of a group of a few classes each, or below 0
+    std::vector<std::int32_t> class_group, row_group;  ///< groups of a few classes each, some below 0
     std::vector<std::int64_t> target;
     std::vector<float> temperature;                                       ///< temperatures from ½ to 2
     std::vector<float> token_weight;                                      ///< about 1, a few below 0

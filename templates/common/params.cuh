@@ -414,7 +414,7 @@ struct GradBiasParams {
 template <class Params>
 struct Grouped : Params {
     const int* row_groups;    ///< forward: the call's, from the row on at which the labels begin; backward: [rows], the launch's
-    const int* class_groups;  ///< of the whole vocabulary
+    const int* class_groups;  ///< groups of the whole vocabulary
 };
 /// RowCoefficientsParams of such a Problem.
 struct GroupedRowCoefficientsParams : RowCoefficientsParams {

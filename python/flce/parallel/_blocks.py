@@ -90,11 +90,11 @@ class _Call(NamedTuple):
 
 
 class _Labels(NamedTuple):
-    """What rows are compared by: labels of all ranks' rows, and groups."""
+    """Labels of all ranks' rows, and groups."""
 
     target: Tensor
-    row_group: Tensor | None = None  # of all ranks' rows
-    class_group: Tensor | None = None  # of this rank's classes
+    row_group: Tensor | None = None  # groups of all ranks' rows
+    class_group: Tensor | None = None  # groups of this rank's classes
 
 
 class _BlockKernel(ShardKernel):
