@@ -214,6 +214,7 @@ typename BasicReference<Real>::Logit BasicReference<Real>::logit(std::int64_t to
         result.value = cap * t;
         result.derivative *= 1 - t * t;
     }
+    if (spec.offset_gradient) result.derivative = 1;
     if (spec.class_offset) result.value += problem_.class_offset[static_cast<std::size_t>(row)];
     if (spec.temperature) {
         const Real temperature = of_token(problem_.temperature, token);

@@ -76,7 +76,7 @@ public:
         own.weight_dtype.reset();
         own.vocab_size = vocab;
         own.padded_vocab_size = vocab;
-        own.bias = own.class_weight = own.class_offset = own.class_groups = false;
+        own.bias = own.class_weight = own.class_offset = own.class_groups = own.offset_gradient = false;
         inputs_ = upload(own, make_random_layer(own, num_tokens, {.seed = 3}), device);
         const ScalarType result = cuda ? library_->dtype() : ScalarType::fp32;
         logits_ = make_tensor("logits", device, result, {num_tokens, vocab});

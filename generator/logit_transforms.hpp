@@ -92,6 +92,7 @@ template <class E>
     };
     step(ScaleTransform{});
     step(SoftcapTransform{});
+    if (spec.offset_gradient) result.derivative = E(1.0F);
     return result;
 }
 
@@ -99,12 +100,13 @@ template <class E>
 template <class E>
 [[nodiscard]] E derivative_at_logit(const Spec& spec, const E& z, std::span<const E> parameters) {
     if (ScaleTransform::active(spec)) parameters = parameters.subspan(ScaleTransform::parameter_count);
-    if (!SoftcapTransform::active(spec)) return E(1.0F);
+    if (!SoftcapTransform::active(spec) || spec.offset_gradient) return E(1.0F);
     return SoftcapTransform::derivative_at<E>(z, parameters.first(SoftcapTransform::parameter_count));
 }
 
 /// Derivative of all transforms as a function of the logit, for callers that have no hidden · weightᵀ + bias at hand.
 [[nodiscard]] inline LogitSlope logit_slope(const Spec& spec) {
+    if (spec.offset_gradient) return {1.0F, 0.0F};
     const float inverse = spec.softcap == 0.0 ? 0.F : static_cast<float>(1.0 / static_cast<double>(static_cast<float>(spec.softcap)));
     return {static_cast<float>(spec.logit_scale), inverse};
 }

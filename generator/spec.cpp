@@ -144,6 +144,9 @@ void check_options(const Spec& s) {
     if (s.top_k > 0 && rounds_weight(s)) refuse("weight_dtype", to_string(weight_dtype(s)), "the dtype where there is a top_k");
     check_support(s);
     check_class_groups(s);
+    if (s.offset_gradient && !(s.bias && s.class_offset)) {
+        refuse("offset_gradient", true, "false where there is no class_offset, and no bias as whose gradient backward writes it");
+    }
     if (s.dft && !s.outputs.logprobs) refuse("dft", true, "false where outputs has no logprobs, which backward reads for it");
 }
 
@@ -288,7 +291,7 @@ std::size_t SpecHash::operator()(const Spec& s) const noexcept {
                              static_cast<std::uint64_t>(s.grad_weight_dtype), static_cast<std::uint64_t>(s.grad_weight_mode)}) {
         bits = bits << 4 | field;
     }
-    for (const bool flag : {s.tied, s.bias, s.class_weight, s.class_offset, s.class_groups, s.temperature, s.token_weight,
+    for (const bool flag : {s.tied, s.bias, s.class_weight, s.class_offset, s.class_groups, s.offset_gradient, s.temperature, s.token_weight,
                             s.batch_invariant, s.dft, s.support, s.teacher_bias, s.outputs.loss, s.outputs.lse, s.outputs.logprobs,
                             s.outputs.entropy, s.outputs.top1, s.outputs.log_sum_sq_probs}) {
         bits = bits << 1 | static_cast<std::uint64_t>(flag);

@@ -123,6 +123,7 @@ constexpr std::array kKeys = {
     SpecKey{"class_weight", SpecKeyKind::flag, [](Spec& s, Text k, Text v) { s.class_weight = read_flag(k, v); }},
     SpecKey{"class_offset", SpecKeyKind::flag, [](Spec& s, Text k, Text v) { s.class_offset = read_flag(k, v); }},
     SpecKey{"class_groups", SpecKeyKind::flag, [](Spec& s, Text k, Text v) { s.class_groups = read_flag(k, v); }},
+    SpecKey{"offset_gradient", SpecKeyKind::flag, [](Spec& s, Text k, Text v) { s.offset_gradient = read_flag(k, v); }},
     SpecKey{"temperature", SpecKeyKind::flag, [](Spec& s, Text k, Text v) { s.temperature = read_flag(k, v); }},
     SpecKey{"token_weight", SpecKeyKind::flag, [](Spec& s, Text k, Text v) { s.token_weight = read_flag(k, v); }},
     SpecKey{"batch_invariant", SpecKeyKind::flag, [](Spec& s, Text k, Text v) { s.batch_invariant = read_flag(k, v); }},
@@ -198,6 +199,7 @@ std::vector<SpecEntry> spec_entries(const Spec& spec) {
     add("class_weight", spec.class_weight, "true");
     add("class_offset", spec.class_offset, "true");
     add("class_groups", spec.class_groups, "true");
+    add("offset_gradient", spec.offset_gradient, "true");
     add("temperature", spec.temperature, "true");
     add("token_weight", spec.token_weight, "true");
     add("batch_invariant", spec.batch_invariant, "true");

@@ -19,6 +19,7 @@ Spec structure_of(const Spec& spec) {
     structure.class_weight = spec.class_weight;
     structure.class_offset = spec.class_offset;
     structure.class_groups = spec.class_groups;
+    structure.offset_gradient = spec.offset_gradient;
     structure.temperature = spec.temperature;
     structure.logit_scale = spec.logit_scale == 1.0 ? 1.0 : 2.0;
     structure.softcap = spec.softcap == 0.0 ? 0.0 : 1.0;

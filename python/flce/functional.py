@@ -118,7 +118,8 @@ def linear_cross_entropy(hidden: Any, weight: _Head, target: Any, **options: Any
         target: [...] int64 or int32. Rows that hold ignore_index, and rows out of [0, V) (see `check_labels`), count for nothing.
         bias: [V].
         class_offset: [V] fp32, bf16 or fp16 (computed with in fp32), added to the logits behind the softcap and before the temperature:
-            logit adjustment, log Q of sampled classes, a vocabulary mask. −inf rules a class out. It gets no gradient.
+            logit adjustment, log Q of sampled classes, a vocabulary mask. −inf rules a class out. Its gradient is made in fp32,
+            by one multiplication more where there is a softcap or the weight's gradient has 16 bits.
         reduction: "none" gives [...], 0 for ignored rows; "sum", "mean" and "weighted_mean" a scalar. All fp32. "mean" divides by the
             number of valid rows, "weighted_mean" by the sum of their token_weight; with class_weight cross entropies are divided by the sum
             of these, each times its class's weight, and z-losses as without. With no valid row, loss and gradients are 0.

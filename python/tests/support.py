@@ -73,7 +73,7 @@ def make_problem(
             ruled_out[target[target >= 0]] = False
             ruled_out[::3] = False
             offsets[ruled_out] = -torch.inf
-        options["class_offset"] = offsets.to(device)
+        options["class_offset"] = offsets.to(device).requires_grad_()
     return Problem(hidden, weight, target.to(device), options)
 
 
@@ -201,9 +201,7 @@ OUTPUTS = {  # outputs of each function, in the order in which it returns them
 
 def leaves(problem: Problem) -> dict[str, Tensor]:
     found = {"hidden": problem.hidden, "weight": problem.weight}
-    if "bias" in problem.options:
-        found["bias"] = problem.options["bias"]
-    return found
+    return found | {name: problem.options[name] for name in ("bias", "class_offset") if name in problem.options}
 
 
 def check(problem: Problem, dtype: torch.dtype, function: str = "linear_cross_entropy", call: Any = None, **options: Any) -> None:

@@ -101,12 +101,11 @@ class Tensors:
         self.classes = classes
 
 
-def call(case: Case, tensors: Tensors, hidden: Tensor, weight: Tensor, bias: Tensor, begin: int, end: int, **more: Any) -> tuple[Any, ...]:
+def call(case: Case, tensors: Tensors, hidden: Tensor, weight: Tensor, bias: Tensor, offset: Tensor, begin: int, **more: Any) -> Any:
     """Outputs; backward has run from a sum of all that are differentiable."""
     given: dict[str, Any] = {**case.options, "workspace_limit_bytes": case.limit, "retain_in_grad_weight": case.retain, **more}
     if case.by_class:
-        of_classes = {"class_weight": tensors.class_weight, "class_offset": tensors.class_offset}
-        given |= {"bias": bias, **{name: numbers[begin:end].clone() for name, numbers in of_classes.items()}}
+        given |= {"bias": bias, "class_offset": offset, "class_weight": tensors.class_weight[begin : begin + weight.shape[0]].clone()}
     if case.by_token:
         given |= {"temperature": tensors.temperature, "token_weight": tensors.token_weight}
     made = flce.linear_cross_entropy(hidden, weight, tensors.target, **given)
@@ -122,15 +121,16 @@ def compare(number: int) -> None:
     tensors = Tensors(case)
     _retain.LEAST_WORK = case.least_work
     begin, end = case.cuts[rank : rank + 2]
-    whole = [leaf(tensors.hidden), leaf(tensors.weight[: tensors.classes]), leaf(tensors.bias[: tensors.classes])]
-    expected = call(case, tensors, *whole, 0, tensors.classes)
+    of_classes = (tensors.weight, tensors.bias, tensors.class_offset)
+    whole = [leaf(tensors.hidden), *(leaf(each[: tensors.classes]) for each in of_classes)]
+    expected = call(case, tensors, *whole, 0)
     hidden = leaf(tensors.hidden.chunk(ranks)[rank] if case.sequence else tensors.hidden)
-    mine = [hidden, leaf(tensors.weight[begin:end]), leaf(tensors.bias[begin:end])]
+    mine = [hidden, *(leaf(each[begin:end]) for each in of_classes)]
     more: dict[str, Any] = {"process_group": dist.group.WORLD, "sequence_parallel": case.sequence}
     more |= {"vocab_start": begin} if case.starts else {}
     more |= {"vocab_size": tensors.classes} if case.padding else {}
     more |= {"reduce_dtype": torch.float32} if case.wide else {}
-    got = call(case, tensors, *mine, begin, end, **more)
+    got = call(case, tensors, *mine, begin, **more)
     for one, right in zip(got, expected, strict=True):
         same_on_every_rank(one)
         if one.dtype is torch.int64:
@@ -138,15 +138,16 @@ def compare(number: int) -> None:
         else:
             close(one, right, case.dtype)
     gradients = [tensor.grad for tensor in mine]
-    right_hidden, right_weight, right_bias = (tensor.grad for tensor in whole)
+    right_hidden, right_weight, *right_classes = (tensor.grad for tensor in whole)
     assert right_hidden is not None and right_weight is not None
     if not case.sequence:
         same_on_every_rank(*(gradient for gradient in gradients[:1] if gradient is not None))
     sequence_part = right_hidden.chunk(ranks)[rank] if case.sequence else right_hidden
     close_to(gradients[0], sequence_part, right_hidden, case.dtype)
     close_to(gradients[1], padded(right_weight, case.padding)[begin:end], right_weight, case.dtype)
-    if case.by_class and right_bias is not None:
-        close_to(gradients[2], padded(right_bias, case.padding)[begin:end], right_bias, case.dtype)
+    for got_one, right in zip(gradients[2:], right_classes, strict=True):
+        if right is not None:
+            close_to(got_one, padded(right, case.padding)[begin:end], right, case.dtype)
 
 
 def padded(gradient: Tensor, rows: int) -> Tensor:

@@ -94,6 +94,69 @@ def test_a_mask(devices: int, named: bool, symmetric: bool) -> None:
         cases.near(found, each.grad, cases.BOUNDS["float32"])
 
 
+def of_named(queries: Any, documents: Any, scale: Any, positives: Any, added: Any, negatives: Any) -> torch.Tensor:
+    """The losses by scores of the named documents, fp64; 0 for queries that do not count."""
+    scores = scale * queries @ documents.T + (0 if added is None else added)
+    counts = positives >= 0
+    others = torch.where((negatives == positives[:, None]) | (negatives < 0), -torch.inf, scores.gather(1, negatives.clamp(min=0)))
+    own = scores.gather(1, positives.clamp(min=0)[:, None])
+    return torch.where(counts, torch.cat([own, others], 1).logsumexp(1) - own[:, 0], 0)
+
+
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("corrected", [False, True])
+@pytest.mark.parametrize("dtype", cases.BOUNDS)
+def test_named_negatives(dtype: str, corrected: bool, named: bool, reduction: str, device: str) -> None:
+    queries, documents, positives, added = embeddings(jnp.dtype(dtype))
+    places = positives if named else jnp.arange(QUERIES)
+    negatives = np.random.default_rng(1).integers(0, DOCUMENTS, (QUERIES, 5))
+    negatives[::3, 2] = -1
+    negatives[1::3, 4] = np.asarray(places)[1::3]
+    negatives[::7] = -1
+    given = {"positives": positives if named else None, "negative_log_q": added if corrected else None, "reduction": reduction}
+    loss = lambda q, d, s: fj.info_nce(q, d, scale=s, negatives=jnp.asarray(negatives, jnp.int32), **given)  # noqa: E731
+    with cases.on(device):
+        made = loss(queries, documents, jnp.float32(14.0))
+        gradients = jax.jit(jax.grad(lambda *inputs: loss(*inputs).sum(), (0, 1, 2)))(queries, documents, jnp.float32(14.0))
+    inputs = [cases.as_torch(each, torch.float64).requires_grad_() for each in (queries, documents)]
+    scale = torch.tensor(14.0, dtype=torch.float64, requires_grad=True)
+    of_places = cases.as_torch(places).long()
+    right = of_named(*inputs, scale, of_places, cases.as_torch(added, torch.float64) if corrected else None, torch.tensor(negatives))
+    right = right if reduction == "none" else right.sum() / (int((of_places >= 0).sum()) if reduction == "mean" else 1)
+    right.sum().backward()
+    cases.near(made, right.detach(), 0.2 * cases.BOUNDS[dtype])
+    for found, each in zip(gradients, (*inputs, scale), strict=True):
+        assert each.grad is not None
+        cases.near(found, each.grad, cases.BOUNDS[dtype])
+    fj.check_labels()
+
+
+def test_named_negatives_that_are_none_of_the_documents() -> None:
+    queries, documents, *_ = embeddings()
+    one = jnp.full((QUERIES, 1), 39, jnp.int32)
+    faults = jnp.concatenate([one, jnp.full((QUERIES, 1), DOCUMENTS, jnp.int32)], 1)
+    assert fj.info_nce(queries, documents, negatives=faults) == fj.info_nce(queries, documents, negatives=one)
+    with pytest.raises(errors.LabelError):
+        fj.check_labels()
+    none = fj.info_nce(queries, documents, negatives=one, positives=jnp.full(QUERIES, -100, jnp.int32))
+    out_of_range = fj.info_nce(queries, documents, negatives=one, scale=jnp.float32(0))
+    assert none == 0 and out_of_range == 0
+    with pytest.raises(errors.LabelError):
+        fj.check_labels()
+
+
+def test_named_negatives_over_a_mesh() -> None:
+    queries, documents, positives, _ = embeddings()
+    negatives = jnp.asarray(np.random.default_rng(1).integers(0, DOCUMENTS, (QUERIES, 5)), jnp.int32)
+    step = jax.jit(jax.value_and_grad(lambda q, d: fj.info_nce(q, d, scale=14.0, positives=positives, negatives=negatives), (0, 1)))
+    right = step(queries, documents)
+    mesh = Mesh(np.array(jax.devices("cpu")), ("data",))
+    found = step(*(jax.device_put(each, NamedSharding(mesh, P("data"))) for each in (queries, documents)))
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(right), strict=True):
+        assert np.allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
 def test_over_a_mesh() -> None:
     queries, documents, positives, added = embeddings()
     mesh = Mesh(np.array(jax.devices("cpu")), ("data",))
@@ -139,6 +202,13 @@ def test_refusals() -> None:
         (errors.ShapeError, "positives is None", lambda: fj.info_nce(documents, queries)),
         (errors.ShapeError, "positives is int32", lambda: fj.info_nce(queries, documents, positives=positives[1:])),
         (errors.ShapeError, "negative_log_q has shape", lambda: fj.info_nce(queries, documents, negative_log_q=added[1:])),
+        (errors.ShapeError, r"negatives is float32\[24, 2\]", lambda: fj.info_nce(queries, documents, negatives=jnp.ones((QUERIES, 2)))),
+        (errors.ShapeError, r"it must be \[24, K\]", lambda: fj.info_nce(queries, documents, negatives=positives)),
+        (
+            errors.ArgumentError,
+            "negatives is given with symmetric",
+            lambda: fj.info_nce(queries, documents, negatives=positives[:, None], symmetric=True),
+        ),
         (errors.ShapeError, "scale has shape", lambda: fj.info_nce(queries, documents, scale=jnp.ones(2))),
         (errors.ArgumentError, "scale is 0", lambda: fj.info_nce(queries, documents, scale=0.0)),
         (errors.ArgumentError, "reduction is 'weighted_mean'", lambda: fj.info_nce(queries, documents, reduction="weighted_mean")),

@@ -23,6 +23,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "class_weight_smoothed": {"class_weight": True, "label_smoothing": 0.1},
     "class_weight_z_loss": {"class_weight": True, "label_smoothing": 0.1, "z_loss": 1e-2},
     "class_offset": {"class_offset": True, "softcap": 8.0},
+    "class_offset_alone": {"class_offset": True},
     "dft": {"dft": True},
     "dft_z_loss": {"dft": True, "z_loss": 1e-2, "temperature": 1.5},
     "all": {"class_weight": True, "class_offset": True, "dft": True, "label_smoothing": 0.1, "z_loss": 1e-2, "softcap": 8.0},
@@ -59,19 +60,23 @@ def test_class_weights_and_dft_beside_torch(name: str, reduction: str, device: s
         options["token_weight"] = case.token_weight
     hidden, weight = (cases.as_torch(array).to(device).requires_grad_() for array in (case.hidden, case.weight))
     of_torch = {key: cases.as_torch(value).to(device) if isinstance(value, jax.Array) else value for key, value in options.items()}
+    leaves = [hidden, weight, *([of_torch["class_offset"].requires_grad_()] if "class_offset" in of_torch else [])]
+    offsets = [options.pop("class_offset")] if "class_offset" in options else []
     right, right_logprobs = flce.linear_cross_entropy(hidden, weight, cases.as_torch(case.labels).to(device), **of_torch)
     slopes = cases.as_torch(case.temperature).to(device)  # any numbers
     ((right * slopes if reduction == "none" else right).sum() + 0.1 * right_logprobs.sum()).backward()
 
-    def total(hidden: Any, weight: Any) -> Any:
-        loss, logprobs = fj.linear_cross_entropy(hidden, weight, case.labels, **options)
+    def total(hidden: Any, weight: Any, *offsets: Any) -> Any:
+        given = options | {"class_offset": offsets[0]} if offsets else options
+        loss, logprobs = fj.linear_cross_entropy(hidden, weight, case.labels, **given)
         return (loss * case.temperature if reduction == "none" else loss).sum() + 0.1 * logprobs.sum(), (loss, logprobs)
 
     with cases.on(device):
-        (_, made), gradients = jax.jit(jax.value_and_grad(total, (0, 1), has_aux=True))(case.hidden, case.weight)
+        step = jax.jit(jax.value_and_grad(total, tuple(range(len(leaves))), has_aux=True))
+        (_, made), gradients = step(case.hidden, case.weight, *offsets)
     for found, other in zip(made, (right, right_logprobs), strict=True):
-        cases.near(found, other.cpu(), 1e-5)
-    for found, leaf in zip(gradients, (hidden, weight), strict=True):
+        cases.near(found, other.detach().cpu(), 1e-5)
+    for found, leaf in zip(gradients, leaves, strict=True):
         cases.near(found, leaf.grad.cpu(), 1e-5)
 
 
@@ -104,12 +109,15 @@ def test_the_vocabulary_over_an_axis(name: str, check_vma: bool) -> None:
             check_vma=check_vma,
         )
 
-        def total(function: Any, hidden: Any, weight: Any) -> Any:
-            loss, lse, entropy = function(hidden, weight, of_classes, case.labels)
+        def total(function: Any, hidden: Any, weight: Any, offsets: Any) -> Any:
+            given = of_classes | {"class_offset": offsets} if "class_offset" in of_classes else of_classes
+            loss, lse, entropy = function(hidden, weight, given, case.labels)
             return loss + 1e-2 * lse.sum() + 1e-2 * entropy.sum(), (loss, lse, entropy)
 
         found, right = (
-            jax.jit(jax.value_and_grad(functools.partial(total, function), (0, 1), has_aux=True))(case.hidden, case.weight)
+            jax.jit(jax.value_and_grad(functools.partial(total, function), (0, 1, 2), has_aux=True))(
+                case.hidden, case.weight, class_offset(320)
+            )
             for function in (over_axis, mean)
         )
         close(found, right)
@@ -120,20 +128,23 @@ def test_rows_over_a_mesh(name: str) -> None:
     with cases.on("cpu"):
         case = cases.case((8, 12))
         options = given(OPTIONS[name])
-        step = jax.jit(jax.value_and_grad(functools.partial(fj.linear_cross_entropy, **options), (0, 1)))
-        right = step(case.hidden, case.weight, case.labels)
+        offsets = options.pop("class_offset", None)
+        loss = lambda h, w, o, y: fj.linear_cross_entropy(h, w, y, class_offset=o, **options)  # noqa: E731
+        step = jax.jit(jax.value_and_grad(loss, (0, 1) if offsets is None else (0, 1, 2)))
+        right = step(case.hidden, case.weight, offsets, case.labels)
         mesh = jax.make_mesh((8,), ("data",), devices=jax.devices("cpu"), axis_types=(jax.sharding.AxisType.Auto,))
         rows = NamedSharding(mesh, P("data"))
-        close(step(jax.device_put(case.hidden, rows), case.weight, jax.device_put(case.labels, rows)), right)
+        close(step(jax.device_put(case.hidden, rows), case.weight, offsets, jax.device_put(case.labels, rows)), right)
 
 
 def test_under_vmap() -> None:
     case = cases.case((4, 9))
     options = given(OPTIONS["all"])
-    one = functools.partial(fj.linear_cross_entropy, **options)
-    total = lambda hidden, weight: jax.vmap(one, (0, None, 0))(hidden, weight, case.labels).sum()  # noqa: E731
-    by_rows = lambda hidden, weight: sum(one(hidden[i], weight, case.labels[i]) for i in range(4))  # noqa: E731
-    close(*(jax.value_and_grad(function, (0, 1))(case.hidden, case.weight) for function in (total, by_rows)))
+    offsets = options.pop("class_offset")
+    one = lambda h, w, o, y: fj.linear_cross_entropy(h, w, y, class_offset=o, **options)  # noqa: E731
+    total = lambda h, w, o: jax.vmap(one, (0, None, None, 0))(h, w, o, case.labels).sum()  # noqa: E731
+    by_rows = lambda h, w, o: sum(one(h[i], w, o, case.labels[i]) for i in range(4))  # noqa: E731
+    close(*(jax.value_and_grad(function, (0, 1, 2))(case.hidden, case.weight, offsets) for function in (total, by_rows)))
 
 
 def test_refused() -> None:
@@ -142,11 +153,6 @@ def test_refused() -> None:
     refused: list[tuple[type[Exception], str, Any]] = [
         (errors.ShapeError, r"class_weight has shape \[3\]; it must be \[301\]", lambda: loss(class_weight=jnp.ones(3))),
         (errors.ShapeError, r"class_offset has shape \[3\]; it must be \[301\]", lambda: loss(class_offset=jnp.ones(3))),
-        (
-            errors.ArgumentError,
-            r"stop_gradient\(class_offset\)",
-            lambda: jax.grad(lambda offsets: loss(class_offset=offsets))(class_offset()),
-        ),
         (errors.DTypeError, "class_weight has dtype complex64", lambda: loss(class_weight=1j * class_weight())),
         (
             errors.ArgumentError,
@@ -278,13 +284,14 @@ def test_class_offsets_of_other_functions_beside_torch(function: str, device: st
     offsets = class_offset()
     hidden, weight = (cases.as_torch(array).to(device).requires_grad_() for array in (case.hidden, case.weight))
     of_torch = [cases.as_torch(each).to(device) for each in (*others[function], offsets)]
+    of_torch[-1].requires_grad_()
     right = getattr(flce, function)(hidden, weight, *of_torch[:-1], class_offset=of_torch[-1], softcap=8.0)
     right.sum().backward()
     with cases.on(device):
-        total = lambda hidden, weight: getattr(fj, function)(  # noqa: E731
+        total = lambda hidden, weight, offsets: getattr(fj, function)(  # noqa: E731
             hidden, weight, *others[function], class_offset=offsets, softcap=8.0
         ).sum()
-        made, gradients = jax.jit(jax.value_and_grad(total, (0, 1)))(case.hidden, case.weight)
+        made, gradients = jax.jit(jax.value_and_grad(total, (0, 1, 2)))(case.hidden, case.weight, offsets)
     cases.near(made, right.detach().sum().cpu(), 1e-5)
-    for found, leaf in zip(gradients, (hidden, weight), strict=True):
+    for found, leaf in zip(gradients, (hidden, weight, of_torch[-1]), strict=True):
         cases.near(found, leaf.grad.cpu(), 1e-5)

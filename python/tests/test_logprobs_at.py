@@ -22,6 +22,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "logits": {"logit_scale": 0.7, "softcap": 5.0},
     "temperature": {"temperature": 1.3},
     "class_offset": {"class_offset": True, "softcap": 5.0},
+    "class_offset alone": {"class_offset": True, "logit_scale": 0.7},
     "everything": {"class_offset": True, "bias": True, "logit_scale": 0.7, "softcap": 5.0, "temperature": "each"},
 }
 
@@ -50,7 +51,7 @@ def given_of(name: str, device: str, dtype: torch.dtype = torch.float32) -> dict
     if "bias" in options:
         options["bias"] = torch.randn(V, generator=generator).to(device, dtype).requires_grad_()
     if "class_offset" in options:
-        options["class_offset"] = torch.randn(V, generator=generator).to(device)
+        options["class_offset"] = torch.randn(V, generator=generator).to(device).requires_grad_()
     if options.get("temperature") == "each":
         options["temperature"] = (torch.rand(N, generator=generator) + 0.5).to(device)
     return options
@@ -103,7 +104,7 @@ def test_equal_to_plain_arithmetic(device: str, dtype: torch.dtype, hidden_major
         near(got, wanted, OUTPUT_BOUND[dtype])
     assert not made[0][ids == -1].any() and not made[1][(ids == -1).all(-1)].any()
     upstream = torch.randn(N, K, generator=torch.Generator().manual_seed(8)).to(device)
-    parameters = [hidden, weight, *([options["bias"]] if "bias" in options else [])]
+    parameters = [hidden, weight, *(options[name] for name in ("bias", "class_offset") if name in options)]
     for entropy in (0.0, 0.5):
         total, plain = (
             (chosen * upstream).sum() + 0.3 * lse.sum() + (entropy * of_entropy.sum() if entropy else 0)

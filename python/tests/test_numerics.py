@@ -24,6 +24,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "z_loss": {"z_loss": 1e-2},
     "class_weight": {"class_weight": True},
     "class_offset": {"class_offset": True, "softcap": 5.0},
+    "class_offset alone": {"class_offset": True, "logit_scale": 0.7},
+    "class_offset and bias": {"class_offset": True, "bias": True, "label_smoothing": 0.1, "class_weight": True, "token_weight": True},
+    "class_offset and all but dft": {
+        **{"class_offset": True, "bias": True, "softcap": 5.0, "logit_scale": 0.7, "label_smoothing": 0.1, "z_loss": 1e-2},
+        **{"class_weight": True, "temperature": True, "token_weight": True},
+    },
     "temperature": {"temperature": True},
     "temperature for all": {"temperature": 0.6},
     "token_weight": {"token_weight": True},

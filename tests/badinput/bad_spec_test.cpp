@@ -52,6 +52,8 @@ constexpr BadText kBadTexts[] = {
     {"teacher_softcap_below_0", "D=64,V=100,teacher_hidden_size=64,teacher_softcap=-1", "teacher_softcap", "-1"},
     {"teacher_logit_scale_0", "D=64,V=100,teacher_hidden_size=64,teacher_logit_scale=0", "teacher_logit_scale", "0"},
     {"divergence_with_smoothing", "D=64,V=100,teacher_hidden_size=64,label_smoothing=0.1", "label_smoothing", "no target"},
+    {"offset_gradient_without_offset", "D=64,V=100,bias,offset_gradient", "offset_gradient", "no class_offset"},
+    {"offset_gradient_without_bias", "D=64,V=100,class_offset,offset_gradient", "offset_gradient", "no bias"},
     {"divergence_with_class_offset", "D=64,V=100,teacher_hidden_size=64,class_offset", "class_offset", "biases"},
     {"groups_with_smoothing", "D=64,V=100,class_groups,label_smoothing=0.1", "label_smoothing", "class_groups"},
     {"groups_with_teacher", "D=64,V=100,class_groups,teacher_top_k=4", "teacher_top_k", "class_groups"},

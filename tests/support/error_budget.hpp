@@ -178,7 +178,7 @@ struct LogitSizes {
     if (t.teacher > 0) {
         sum.add(2 * u * e.times_named * e.named * e.gain);
         sum.add(e.p * t.slope * model.sum(spec.teacher_top_k) * e.gain);  // the probabilities' sum
-        if (spec.softcap > 0 && e.times_named > 0) {
+        if (spec.softcap > 0 && !spec.offset_gradient && e.times_named > 0) {
             // The slope of a softcap is taken from log p + lse, which are rounded to their own sizes; it is 0 as near to the cap as that.
             const double sizes = ((2 * std::fabs(e.z) + 3 * std::fabs(t.lse)) * t.temperature + 3 * e.offset) / spec.softcap;
             const double slope = (model.expected ? 2 * (3 + sizes) : 4 * (7 + sizes)) * kU32;
@@ -188,7 +188,7 @@ struct LogitSizes {
     sum.add(e.gradient * (spec.temperature ? 5 : 4) * u);
     sum.add((e.p * t.loss_slope + (e.is_label ? t.hit : 0) + t.spread * e.class_weight) * t.factor_error_of(model) * e.gain);
     sum.add(e.gradient * model.rounding(unit_roundoff(spec.dtype)));
-    if (spec.softcap > 0) {  // 1 − tanh²: tanh's two roundings twice, its argument's error, and never exact where it should be 0
+    if (spec.softcap > 0 && !spec.offset_gradient) {  // 1 − tanh²: tanh's two roundings twice, its argument's error, and never exact where it should be 0
         const double scale = std::fabs(spec.logit_scale);
         sum.add(e.logit_gradient * 4 * kU32 * scale);
         sum.add(e.gradient * 2 * model.products(spec.hidden_size) * scale * e.product / spec.softcap);

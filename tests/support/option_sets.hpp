@@ -92,6 +92,13 @@ inline void apply_padding(Spec& s) { s.padded_vocab_size = (s.vocab_size + 64) /
              s.class_groups = true;
              s.softcap = 5.0;
          }},
+        {"offset_gradient",
+         [](Spec& s) {
+             s.bias = s.class_offset = s.offset_gradient = true;
+             s.logit_scale = 0.35;
+             s.softcap = 5.0;
+             s.teacher_top_k = 4;
+         }},
         {"temperature", [](Spec& s) { s.temperature = true; }},
         {"token_weight", [](Spec& s) { s.token_weight = true; }},
         {"dft", [](Spec& s) { s.dft = s.outputs.logprobs = true; }},

@@ -27,6 +27,7 @@ struct Token {
 };
 
 double logit_derivative(const Spec& spec, double product_and_bias, double temperature) {
+    if (spec.offset_gradient) return 1 / temperature;
     if (spec.softcap <= 0) return spec.logit_scale / temperature;
     const double t = std::tanh(spec.logit_scale * product_and_bias / spec.softcap);
     return spec.logit_scale * (1 - t * t) / temperature;

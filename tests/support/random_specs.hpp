@@ -41,6 +41,7 @@ inline Spec random_spec(Draw& draw) {
     if (draw.coin(0.4)) s.label_smoothing = draw.coin(0.1) ? 1.0 : draw.uniform(0, 0.4);
     if (draw.coin(0.4)) s.z_loss = draw.uniform(0, 0.02);
     s.class_offset = draw.coin(0.3);
+    s.offset_gradient = s.bias && s.class_offset && draw.coin(0.3);
     s.temperature = draw.coin(0.3);
     s.token_weight = draw.coin(0.3);
     s.outputs = {draw.coin(0.85), draw.coin(0.4), draw.coin(0.4), draw.coin(0.4), draw.coin(0.3), draw.coin(0.3)};

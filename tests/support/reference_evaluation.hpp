@@ -68,7 +68,8 @@ private:
     float class_weight(std::int64_t j) const { return layer_.class_weight != nullptr ? layer_.class_weight[j] : 1.0F; }
     // Turns h·w into the logit, and returns the derivative.
     float transform(float& x, std::int64_t i, std::int64_t j) const {
-        const float gain = transform(x, j);
+        const float slope = transform(x, j);
+        const float gain = spec_.offset_gradient ? 1.0F : slope;
         x += static_cast<float>(layer_.offset_of(i, j));
         if (layer_.temperature == nullptr) return gain;
         x /= layer_.temperature[i];

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "generator/cuda/common/prepare.hpp"
+#include "generator/logit_transforms.hpp"
 
 namespace flce {
 namespace {
@@ -243,7 +244,7 @@ Statement coefficients_launch(const BackwardPass& pass, const RowBlock& rows) {
                    static_cast<float>(spec.label_smoothing / static_cast<double>(whole_vocab_size(spec))))
         .set_float(&RowCoefficientsParams::z_loss_weight, static_cast<float>(spec.z_loss))
         .set_float(&RowCoefficientsParams::absent_grad_loss, spec.outputs.loss ? 1.0F : 0.0F)
-        .set_float(&RowCoefficientsParams::derivative_bound, static_cast<float>(std::abs(spec.logit_scale)))
+        .set_float(&RowCoefficientsParams::derivative_bound, std::abs(logit_slope(spec).scale))
         .set_float(&RowCoefficientsParams::hard_weight, static_cast<float>(spec.hard_weight));
     if (!spec.class_groups) return launch.build();
     LaunchBuilder<GroupedRowCoefficientsParams> grouped(std::move(launch));

@@ -18,10 +18,6 @@ from flce.core._frame import PLAIN_TYPES
 
 DEVICE_TYPES = ("cpu", "cuda", "meta")
 MOST_TEACHER_TOP_K = 1024
-_WITHOUT_GRADIENT = {
-    "class_weight": "detach it",
-    "class_offset": "detach it, or give it as bias (divided by logit_scale) where there is no softcap",
-}
 
 
 def check_inputs(hidden: Tensor, weight: Tensor, target: Tensor, of_classes: Mapping[str, Tensor | None], sequence_ranks: int = 1) -> None:
@@ -43,10 +39,10 @@ def check_inputs(hidden: Tensor, weight: Tensor, target: Tensor, of_classes: Map
     for name, numbers_of in of_classes.items():
         if numbers_of is not None:
             check_classes(name, numbers_of, weight_shape[0], device)
-            if name in _WITHOUT_GRADIENT:
+            if name != "bias":
                 refuse_tangent(name, numbers_of)
-            if name in _WITHOUT_GRADIENT and numbers_of.requires_grad:
-                raise errors.ArgumentError(f"{name} requires a gradient; it has none here, {_WITHOUT_GRADIENT[name]}")
+            if name == "class_weight" and numbers_of.requires_grad:
+                raise errors.ArgumentError(f"{name} requires a gradient; it has none here, detach it")
 
 
 def check_shapes(hidden: Tensor, weight: Tensor, target: Tensor, sequence_ranks: int = 1) -> None:

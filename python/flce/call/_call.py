@@ -84,7 +84,7 @@ def _run_checked(given: Inputs, num_valid_tokens: Tensor | float | None, grad_we
         passed = _Passed()
         if signature is not None:
             _remember(_passed, signature, passed)
-    given = _as_kernels_read(given)
+    given = _with_offset_as_bias(_as_kernels_read(given), grad_weight_out)
     made = _eager(given, passed, grad_weight_out, target.shape) if plain else _through_operator(given)
     if _autograd.LOSES_NODES:
         made = made._replace(values=_autograd.keep_node(made.values))
@@ -140,6 +140,20 @@ def _as_kernels_read(given: Inputs) -> Inputs:
         teacher_ids=ids,
         teacher_probs=probs,
     )
+
+
+def _with_offset_as_bias(given: Inputs, grad_weight_out: Tensor | None) -> Inputs:
+    """A bias of the same value that brings class_offset's gradient. Without a softcap it is the bias's over logit_scale; kernels whose
+    weight's gradient has 16 bits would round it to as many."""
+    offset, options = given.class_offset, given.options
+    if offset is None or not (offset.requires_grad and torch.is_grad_enabled()) or options.number("softcap"):
+        return given
+    if (given.weight if grad_weight_out is None else grad_weight_out).dtype is not torch.float32:
+        return given
+    finite = offset.float().nan_to_num(neginf=0.0)  # a class that is ruled out has a gradient of 0
+    zero = (finite - finite.detach()) / options.number("logit_scale", 1.0)
+    bias = zero if given.bias is None else given.bias.float() + zero
+    return given._replace(bias=bias, class_offset=offset.detach())
 
 
 class _Passed:
@@ -236,17 +250,18 @@ def _named_outputs(values: Tensor, given: Inputs, token_shape: torch.Size, *, ea
 
 def _eager(given: Inputs, passed: _Passed, grad_weight_out: Tensor | None, token_shape: torch.Size) -> _op.Made:
     given = given.with_group()
-    hidden, weight, bias, options = given.hidden, given.weight, given.bias, given.options
+    hidden, weight, options = given.hidden, given.weight, given.options
     kernel = passed.kernel
     if kernel is None or options.parallel is not None:
         kernel = passed.kernel = _kernels.find_for(given, grad_weight_out)
     made = _op.new_made(kernel, given, token_shape, teacher_logprobs=options.teacher_logprobs)
-    needs_gradient = hidden.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
     # Where there are tangents, the node refuses them.
-    if (needs_gradient and torch.is_grad_enabled()) or forward_ad._current_level >= 0:
+    if (given.asks_gradient() and torch.is_grad_enabled()) or forward_ad._current_level >= 0:
         if kernel.may_retain():
             given = given.retaining(options.retain._replace(gradient=True, weight=weight.requires_grad and grad_weight_out is None))
-        return made._replace(values=_op.apply_directly(hidden, weight, bias, given, kernel, grad_weight_out, made))
+        return made._replace(
+            values=_op.apply_directly(hidden, weight, given.bias, given.class_offset, given, kernel, grad_weight_out, made)
+        )
     kernel.forward(given, *made.as_written(given))
     return made
 

@@ -265,8 +265,8 @@ def _backward_of_any_form(ctx: Any, grad_values: Tensor, saved: Tensor, hidden: 
     call: DirectCall
     call, _, filled = ctx.call
     given = call.inputs(hidden, weight, target)
-    wanted = _autograd.wanted_gradients(ctx) if call.asks_engine else ctx.needs_input_grad[:3]
-    grad_hidden, grad_weight, _ = _op.run_backward(call.kernel, given, saved, grad_values, wanted, filled=filled)
+    wanted = _autograd.wanted_gradients(ctx) if call.asks_engine else ctx.needs_input_grad[:4]
+    grad_hidden, grad_weight, *_ = _op.run_backward(call.kernel, given, saved, grad_values, wanted, filled=filled)
     if torch.is_grad_enabled():
         grad_hidden, grad_weight = _op.refuse_second_derivative((grad_hidden, grad_weight), (grad_values, hidden, weight))
     return grad_hidden, grad_weight, None, None

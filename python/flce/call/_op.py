@@ -21,8 +21,6 @@ from flce.call import _checks
 from flce.core import _autograd, _frame, _kernels, _retain
 from flce.core._frame import CallOptions, Inputs, Parallel
 
-NO_GRADIENTS = (None, None, None)
-
 
 def run_backward(
     kernel: _kernels.LoadedKernel | None,
@@ -34,16 +32,19 @@ def run_backward(
     *,
     filled: bool = False,
     entropy: bool = True,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of hidden, weight and bias, None where `wanted` is false. With `grad_weight_out` the weight's is added there and None here.
-    All tensors are looked at again: a hook on saved tensors, or `.data`, may have put others in the place of forward's. `filled`: forward
-    left something to backward, as far as the caller knows; `saved` tells too, unless a hook has put another tensor in its place.
-    `entropy`: LoadedKernel.backward's."""
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of hidden, weight, bias and class_offset, None where `wanted` is false. With `grad_weight_out` the weight's is added there
+    and None here. All tensors are looked at again: a hook on saved tensors, or `.data`, may have put others in the place of forward's.
+    `filled`: forward left something to backward, as far as the caller knows; `saved` tells too, unless a hook has put another tensor in its
+    place. `entropy`: LoadedKernel.backward's."""
     given = given.with_group()
     kernel = _checks.kernel_for_backward(kernel, given, saved, grad_values, grad_weight_out)
     hidden, weight, bias = given.hidden, given.weight, given.bias
-    want_hidden, want_weight, want_bias = wanted
-    grad_hidden = grad_bias = None
+    want_hidden, want_weight, want_bias, want_offset = wanted
+    upstream = grad_values.resolve_neg().contiguous()
+    grad_hidden = grad_bias = grad_offset = None
+    if want_offset and given.class_offset is not None:
+        grad_offset = _offset_gradient(kernel, given, given.class_offset, saved, upstream, entropy=entropy)
     if want_hidden:
         grad_hidden = torch.empty_like(hidden) if hidden.is_contiguous() else hidden.new_empty(hidden.shape)
     if want_bias and bias is not None:
@@ -51,8 +52,7 @@ def run_backward(
         make = torch.zeros if kernel.key.accumulate else torch.empty
         grad_bias = make(bias.shape, dtype=kernel.key.grad_weight_dtype, device=hidden.device)
     if grad_hidden is None and grad_bias is None and not want_weight:
-        return NO_GRADIENTS
-    upstream = grad_values.resolve_neg().contiguous()
+        return None, None, None, grad_offset
     kernel.trains_entropy = entropy and "entropy" in kernel.outputs.values
     grad_weight = grad_weight_out if want_weight else None
     retained = _retain.of(saved)
@@ -75,7 +75,18 @@ def run_backward(
         grad_weight = None
     elif grad_weight is not None and kernel.key.accumulate:
         grad_weight = grad_weight.to(weight.dtype)  # the kernel is for a buffer, whose dtype may be another
-    return grad_hidden, grad_weight, grad_bias
+    return grad_hidden, grad_weight, grad_bias, grad_offset
+
+
+def _offset_gradient(
+    kernel: _kernels.LoadedKernel, given: Inputs, offset: Tensor, saved: Tensor, grad_values: Tensor, *, entropy: bool
+) -> Tensor:
+    """class_offset's gradient: the bias's of a kernel that takes the slopes of logits for 1, which computes the logits once more."""
+    if given.bias is None:
+        given = given._replace(bias=torch.zeros_like(offset))
+    gradient = kernel.new_floats(offset.shape)
+    kernel.of_offsets(given).backward(given, saved.contiguous(), grad_values, None, None, gradient, entropy=entropy)
+    return gradient.masked_fill_(offset.isneginf(), 0).to(offset.dtype)
 
 
 def _new_grad_weight(kernel: _kernels.LoadedKernel, weight: Tensor) -> Tensor:
@@ -157,6 +168,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
+        class_offset: Tensor | None,
         given: Inputs,
         kernel: _kernels.LoadedKernel | None,
         grad_weight_out: Tensor | None,
@@ -187,10 +199,11 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
             given, grad_values = _of_named_gradients(given, grad_values)
         # Ranks that share a vocabulary add up what all of them ask for, however few rows one has.
         may_ask = kernel is None or grad_weight_out is not None or options.parallel is not None or hidden.shape[0] * weight.numel() >= SMALL
-        wanted = _autograd.wanted_gradients(ctx) if may_ask else ctx.needs_input_grad[:3]
+        wanted = _autograd.wanted_gradients(ctx, bias=given.bias is not None) if may_ask else ctx.needs_input_grad[:4]
         gradients: Sequence[Tensor | None]
         if kernel is None:
-            made = _backward_op(*operands(given, BACKWARD, grad_values=grad_values, saved=saved, wanted=wanted))
+            of_values = {"grad_values": grad_values, "saved": saved, "wanted": wanted[:3], "want_class_offset": wanted[3]}
+            made = _backward_op(*operands(given, BACKWARD, **of_values))
             return *(value if want else None for value, want in zip(made, wanted, strict=True)), None, None, None, None
         into = grad_weight_out
         if into is not None and wanted[1] and _autograd.is_asked_for_by_grad(ctx.next_functions[1][0]):
@@ -198,7 +211,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         entropy = ctx.has_entropy_gradient
         gradients = run_backward(kernel, given, saved, grad_values, wanted, into, filled=ctx.filled, entropy=entropy)
         if torch.is_grad_enabled():
-            gradients = refuse_second_derivative(gradients, (grad_outputs[0], hidden, weight, given.bias))
+            gradients = refuse_second_derivative(gradients, (grad_outputs[0], hidden, weight, given.bias, given.class_offset))
         return *gradients, None, None, None, None
 
     @staticmethod
@@ -248,8 +261,8 @@ _CLASSES = "Tensor? class_offset=None, Tensor? class_group=None, Tensor? row_gro
 _SCHEMAS = {
     "linear_cross_entropy": f"({_INPUTS}, {_REST}, {_CHOICE}, {_ROWS}, bool named_logprobs=False, {_CLASSES})"
     " -> (Tensor values, Tensor saved, Tensor top1)",
-    "linear_cross_entropy_backward": f"(Tensor grad_values, {_INPUTS}, Tensor saved, {_REST}, bool[3] wanted, {_ROWS}, {_CLASSES})"
-    " -> (Tensor grad_hidden, Tensor grad_weight, Tensor grad_bias)",
+    "linear_cross_entropy_backward": f"(Tensor grad_values, {_INPUTS}, Tensor saved, {_REST}, bool[3] wanted, {_ROWS}, {_CLASSES},"
+    " bool want_class_offset=False) -> (Tensor grad_hidden, Tensor grad_weight, Tensor grad_bias, Tensor grad_class_offset)",
 }
 
 
@@ -274,8 +287,8 @@ def _in_this_module(name: str) -> Callable[..., Any]:
 
 
 _define()
-_forward_op: Callable[..., tuple[Tensor, Tensor, Tensor]] = torch.ops.flce.linear_cross_entropy.default
-_backward_op: Callable[..., tuple[Tensor, Tensor, Tensor]] = torch.ops.flce.linear_cross_entropy_backward.default
+_forward_op: Callable[..., tuple[Tensor, ...]] = torch.ops.flce.linear_cross_entropy.default
+_backward_op: Callable[..., tuple[Tensor, ...]] = torch.ops.flce.linear_cross_entropy_backward.default
 FORWARD, BACKWARD = ([each.name for each in op._schema.arguments] for op in (_forward_op, _backward_op))  # type: ignore[attr-defined]
 
 
@@ -350,7 +363,7 @@ def new_made(kernel: _kernels.LoadedKernel, given: Inputs, token_shape: torch.Si
 def _backward_kernel(*args: Any) -> tuple[Tensor, ...]:
     given, named = _given(BACKWARD, args)
     grad_values, saved, wanted = named["grad_values"], named["saved"], named["wanted"]
-    gradients = run_backward(None, given, saved, grad_values, wanted)
+    gradients = run_backward(None, given, saved, grad_values, (*wanted, named.get("want_class_offset", False)))
     if wanted[1] and (retained := _retain.of(saved)) is not None:
         retained.close()  # a compiler may use the memory of `saved` for something else, and that tensor as long as it likes
     return tuple(grad_values.new_empty(0) if gradient is None else gradient for gradient in gradients)
@@ -369,26 +382,29 @@ def _forward_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     return values, saved, hidden.new_empty(num_tokens if outputs.top1 else 0, dtype=torch.int64)
 
 
-def _backward_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _backward_fake(*args: Any) -> tuple[Tensor, ...]:
     given, named = _given(BACKWARD, args)
     grad_values, wanted = named["grad_values"], named["wanted"]
-    weight, bias = given.weight, given.bias
+    weight, bias, offset = given.weight, given.bias, given.class_offset
     grad_hidden = given.hidden.new_empty(given.hidden.shape) if wanted[0] else grad_values.new_empty(0)
     grad_weight = grad_values.new_empty(0)
     if wanted[1]:
         grad_weight = weight.new_empty(weight.shape[::-1]).t() if _frame.is_hidden_major(weight) else weight.new_empty(weight.shape)
     grad_bias = bias.new_empty(bias.shape) if wanted[2] and bias is not None else grad_values.new_empty(0)
-    return grad_hidden, grad_weight, grad_bias
+    grad_offset = grad_values.new_empty(0)
+    if offset is not None and named.get("want_class_offset", False):
+        grad_offset = offset.new_empty(offset.shape)
+    return grad_hidden, grad_weight, grad_bias, grad_offset
 
 
 def _forward_autograd(*args: Any) -> Any:
     given, _ = _given(FORWARD, args)
-    asked = given.hidden.requires_grad or given.weight.requires_grad or (given.bias is not None and given.bias.requires_grad)
+    asked = given.asks_gradient()
     # Whether an entropy will have a gradient nobody can tell here, and exponentials would be no use to it.
     exponentials = given.hidden.device.type == "cuda" and "entropy" in given.options.outputs.values
     if asked and torch.is_grad_enabled() and not exponentials:
         given = given.retaining(given.options.retain._replace(gradient=True, weight=given.weight.requires_grad))
-    return LinearCrossEntropyFunction.apply(given.hidden, given.weight, given.bias, given, None, None, None)
+    return LinearCrossEntropyFunction.apply(given.hidden, given.weight, given.bias, given.class_offset, given, None, None, None)
 
 
 def _backward_autograd(*args: Any) -> Any:
@@ -397,7 +413,7 @@ def _backward_autograd(*args: Any) -> Any:
     if not torch.is_grad_enabled():
         return gradients
     given, named = _given(BACKWARD, args)
-    return tuple(refuse_second_derivative(gradients, (named["grad_values"], given.hidden, given.weight, given.bias)))
+    return tuple(refuse_second_derivative(gradients, (named["grad_values"], given.hidden, given.weight, given.bias, given.class_offset)))
 
 
 def _refuse_transform(*args: Any, **kwargs: Any) -> Any:

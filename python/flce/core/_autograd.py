@@ -50,14 +50,16 @@ def knows_what_is_wanted() -> bool:
     return _will_run is not None
 
 
-def wanted_gradients(ctx: Any) -> list[bool]:
-    """Whether this run of the engine uses the gradients of hidden, weight and bias. needs_input_grad says what forward's inputs required; a
-    schedule that runs backward for activations first and for weights later asks for less each time."""
-    wanted = list(ctx.needs_input_grad[:3])
+def wanted_gradients(ctx: Any, *, bias: bool = True) -> list[bool]:
+    """Whether this run of the engine uses the gradients of hidden, weight, bias (if there is a `bias`) and class_offset. needs_input_grad
+    says what forward's inputs required; a schedule that runs backward for activations first and for weights later asks for less each
+    time."""
+    wanted = list(ctx.needs_input_grad[:4])
     if _will_run is None or sum(wanted) < 2:
         return wanted
     # One edge a tensor input, in order: a missing bias has none, but is not wanted either.
-    for i, (node, _) in enumerate(ctx.next_functions[:3]):
+    places = [i for i in range(4) if bias or i != 2]
+    for i, (node, _) in zip(places, ctx.next_functions, strict=False):
         if wanted[i] and node is not None:
             try:
                 wanted[i] = _will_run(node)

@@ -152,6 +152,10 @@ class CallOptions:
     teacher_logprobs: bool = False  # whether the caller gets them, behind the others
     temperature: float | None = None  # one for all tokens
 
+    def number(self, name: str, absent: float = 0.0) -> float:
+        """An option of the Spec."""
+        return next((float(part.partition("=")[2]) for part in self.spec.split(",") if part.startswith(f"{name}=")), absent)
+
     @cached_property
     def _hash(self) -> int:
         return hash(tuple(vars(self).values()))
@@ -189,6 +193,11 @@ class Inputs(NamedTuple):
     @staticmethod
     def of(tensors: Sequence[Tensor | None], options: CallOptions) -> Inputs:
         return Inputs(**dict(zip(TENSORS, tensors, strict=True)), options=options)  # type: ignore[arg-type]
+
+    def asks_gradient(self) -> bool:
+        """Whether any input requires a gradient."""
+        given = (self.hidden, self.weight, self.bias, self.class_offset)
+        return any(tensor is not None and tensor.requires_grad for tensor in given)
 
     def with_group(self) -> Inputs:
         """For one pass: the group may be gone at the next."""

@@ -88,6 +88,7 @@ class LoadedKernel(Kernel):
     """The class of every kernel: its calls, beside what users ask of a Kernel."""
 
     frame_type: type[Frame] = Frame
+    of: tuple[Any, ...] = ()  # what beside its key it is found by
     retains_unasked = False  # whether a call without a limit may have memory of its own for what is retained
 
     def __dir__(self) -> list[str]:
@@ -121,6 +122,19 @@ class LoadedKernel(Kernel):
         self.trains_entropy = False
         with _lock:
             self.alive = _alive.setdefault((key.device, key.vocab_size, key.hidden_size), _retain.Alive())
+
+    def of_offsets(self, given: Inputs) -> LoadedKernel:
+        """The kernel whose grad_bias is the gradient of the call's class_offset, in fp32."""
+        limit = given.options.workspace_limit_bytes
+        key = self.key._replace(
+            bias=True,
+            options=",".join(part for part in (self.key.options, "offset_gradient") if part),
+            accumulate=False,
+            grad_weight_dtype=torch.float32,
+            workspace_limit_bytes=limit,
+            num_tokens=planned_tokens(given.target.shape[0], limit),
+        )
+        return find(key, make=type(self), of=self.of)
 
     def may_retain(self) -> bool:
         """Whether a forward may leave anything to backward. A GPU's exponentials are no use where an entropy has a gradient."""

@@ -84,8 +84,8 @@ def linear_cross_entropy(
             Where the divisor is 0, loss and gradients are 0.
         label_smoothing, z_loss, logit_scale, softcap, class_weight: numbers, and [V] for class_weight, with torch's meaning of smoothing
             and weights. A gradient of class_weight is an ArgumentError.
-        class_offset: [V], added to the logits behind the softcap and before the temperature; −inf rules a class out. A gradient of it is
-            an ArgumentError.
+        class_offset: [V], added to the logits behind the softcap and before the temperature; −inf rules a class out. For its gradient,
+            which is made in float32, backward computes the logits once more.
         temperature: logits are divided by it: a number, 2^-100 to 2^100, or [...] float32. A row whose temperature is out of this range
             counts as ignored, and `check_labels` reports it. A gradient of it is an ArgumentError.
         token_weight: [...]; a row's loss, z_loss included, is multiplied by it. `shift` does not move it.
@@ -409,6 +409,7 @@ def info_nce(
     *,
     scale: Any = 1.0,
     positives: Any = None,
+    negatives: Any = None,
     negative_log_q: Any = None,
     mask: Any = None,
     symmetric: bool = False,
@@ -424,6 +425,9 @@ def info_nce(
             query counts as ignored, and `check_labels` reports it.
         positives: [N] int32 or int64, the row of documents that belongs to each query; -100 for a query that counts for nothing. None: row
             i for query i.
+        negatives: [N, K] int32 or int64, K from 1 to 1023: the rows of documents that a query meets beside its positive, instead of all
+            of them; -1 for none, and one that is the query's positive is left out. Only rows that are named are read. Another number
+            outside the documents counts as none, and `check_labels` reports it. Not with symmetric.
         negative_log_q: [M], finite, without a gradient: −log of the probability that a document was drawn with, added to its scores. Kept
             to 24 bits in 16-bit dtypes.
         mask: (of_queries, of_documents), [N] and [M] int32 or int64: a document whose number is the query's counts for nothing in that
@@ -438,11 +442,14 @@ def info_nce(
         The loss.
     """
     checks.flag("symmetric", symmetric)
-    arrays = _layer.arrays_of(queries=queries, documents=documents, positives=positives, negative_log_q=negative_log_q)
+    of_queries = {"positives": positives, "negatives": negatives}
+    arrays = _layer.arrays_of(queries=queries, documents=documents, negative_log_q=negative_log_q, **of_queries)
     _contrastive.check(
         arrays["queries"], arrays["documents"], scale, arrays.get("positives"), arrays.get("negative_log_q"), reduction
     )  # fmt: skip
     arrays |= _contrastive.check_mask(mask, arrays["queries"], arrays["documents"])
+    if "negatives" in arrays:
+        _contrastive.check_negatives(arrays["negatives"], arrays["queries"].shape[0], symmetric)
     arrays["scale"] = jnp.asarray(scale, jnp.float32).reshape(())
 
     def run(arrays: dict[str, jax.Array]) -> tuple[jax.Array]:
@@ -453,18 +460,22 @@ def info_nce(
 
 def _info_nce(arrays: dict[str, jax.Array], symmetric: bool, reduction: str, workspace_limit_bytes: int | None) -> jax.Array:
     rows, classes, added, number = arrays["queries"], arrays["documents"], arrays.get("negative_log_q"), arrays["scale"]
+    options = {"workspace_limit_bytes": workspace_limit_bytes}
     temperature, numbers = 1 / jax.lax.stop_gradient(number), [arrays.get(name) for name in ("of_queries", "of_documents")]
     forth, back = _contrastive.alone(rows, arrays.get("positives"), classes.shape[0])
 
     def one_way(rows: jax.Array, classes: jax.Array, target: jax.Array, *of_each: Any) -> jax.Array:
         if classes.shape[0] == 1:  # nothing to tell the positive from
             return jnp.zeros(target.shape if reduction == "none" else (), jnp.float32)
+        if "negatives" in arrays:
+            ids = _contrastive.named(target, arrays["negatives"], classes.shape[0], *of_each)
+            found: jax.Array = linear_logprobs_at(rows, classes, ids, normalize="support", temperature=temperature, **options)
+            return _contrastive.reduced(-found[:, 0], target, classes.shape[0], number, reduction)
         inputs = {"hidden": rows, "weight": classes, "temperature": jnp.broadcast_to(temperature, target.shape)}
         if of_each[0] is not None:
             inputs |= _contrastive.groups_of(*of_each)
         made = _rows.results_of(
-            inputs, target, ("loss",), weight_layout="vocab_major", ignore_index=_IGNORED, axis_name=None,
-            workspace_limit_bytes=workspace_limit_bytes,
+            inputs, target, ("loss",), weight_layout="vocab_major", ignore_index=_IGNORED, axis_name=None, **options
         )  # fmt: skip
         return _targets.outputs(made, ("loss",), reduction, {})[0]
 

@@ -15,7 +15,7 @@ from flce.jax import _library
 
 DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 OUTPUTS = ("loss", "lse", "logprobs", "entropy", "top1")
-GRADIENTS = {"hidden": "grad_hidden", "weight": "grad_weight", "bias": "grad_bias"}
+GRADIENTS = {name: f"grad_{name}" for name in ("hidden", "weight", "bias", "class_offset")}
 _DIFFERENTIABLE = ("loss", "lse", "logprobs", "entropy")
 _FLAGS = ("bias", "temperature", "class_weight", "class_offset")
 _ALIGNMENT = 256
@@ -47,6 +47,11 @@ class Layer(NamedTuple):
     def saved(self) -> tuple[str, ...]:
         """Names of what backward reads of forward's."""
         return (*(name for name in ("lse", "entropy", "teacher_logprobs") if name in self.forward_results), *self.read_back)
+
+    def of_offsets(self) -> Layer:
+        """The layer whose grad_bias is the gradient of class_offset, in fp32."""
+        options = (*((self.options,) if self.options else ()), "offset_gradient", "grad_weight_dtype=fp32")
+        return self._replace(options=",".join(options), inputs=tuple(dict.fromkeys((*self.inputs, "bias"))))
 
     def spec(self, hidden: Any, weight: Any) -> str:
         hidden_size = hidden.shape[-1]
@@ -146,9 +151,20 @@ def backward(layer: Layer, names: tuple[str, ...], wanted: tuple[str, ...], *arr
     }
     if "bias" in wanted:
         shapes["bias"] = jax.ShapeDtypeStruct(arguments["bias"].shape, weight.dtype)
-    results = {GRADIENTS[name]: shapes[name] for name in wanted}
-    made = call(layer, "backward", _native.BACKWARD, arguments, results, sized(layer, hidden, weight))
+    results = {GRADIENTS[name]: shapes[name] for name in wanted if name != "class_offset"}
+    made = call(layer, "backward", _native.BACKWARD, arguments, results, sized(layer, hidden, weight)) if results else {}
+    if "class_offset" in wanted:
+        made["grad_class_offset"] = _offset_gradient(layer.of_offsets(), arguments)
     return tuple(made[GRADIENTS[name]] for name in wanted)
+
+
+def _offset_gradient(layer: Layer, arguments: dict[str, jax.Array]) -> jax.Array:
+    """class_offset's gradient, by a backward of its own that computes the logits once more."""
+    hidden, weight, offset = (arguments[name] for name in ("hidden", "weight", "class_offset"))
+    given = {"bias": jnp.zeros(offset.shape, hidden.dtype), **{name: each for name, each in arguments.items() if name != "retained"}}
+    results = {"grad_bias": jax.ShapeDtypeStruct(offset.shape, jnp.float32)}
+    made = call(layer, "backward", _native.BACKWARD, given, results, sized(layer, hidden, weight))["grad_bias"]
+    return jnp.where(offset == -jnp.inf, 0.0, made)
 
 
 def gradient_names(results: Sequence[str]) -> dict[str, str]:

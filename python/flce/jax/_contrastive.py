@@ -14,6 +14,7 @@ from flce.jax import _calls, _layer
 
 _REDUCTIONS = ("none", "sum", "mean")
 _IGNORED = -100
+_MOST_NEGATIVES = 1023  # beside a positive
 
 
 def check(queries: jax.Array, documents: jax.Array, scale: Any, positives: Any, negative_log_q: Any, reduction: str) -> None:
@@ -70,6 +71,39 @@ def groups_of(of_rows: jax.Array, of_classes: jax.Array) -> dict[str, jax.Array]
     rows = jnp.where((of_rows >= 0) & (ordered[at] == of_rows), at, -1)
     classes = jnp.where(of_classes >= 0, jnp.searchsorted(ordered, of_classes), -1)
     return {"row_group": rows.astype(jnp.int32), "class_group": classes.astype(jnp.int32)}
+
+
+def check_negatives(negatives: jax.Array, queries: int, symmetric: bool) -> None:
+    shape, kinds = negatives.shape, (jnp.int32, jnp.int64)
+    if negatives.dtype not in kinds or negatives.ndim != 2 or shape[0] != queries or not 1 <= shape[1] <= _MOST_NEGATIVES:
+        raise errors.ShapeError(
+            f"negatives is {negatives.dtype}{list(shape)}; it must be [{queries}, K], K from 1 to {_MOST_NEGATIVES}, int32 or int64"
+        )
+    if symmetric:
+        raise errors.ArgumentError(
+            "negatives is given with symmetric, which is about all documents; leave one of them out, and add a second call with documents "
+            "and queries exchanged"
+        )
+
+
+def named(positives: jax.Array, negatives: jax.Array, documents: int, of_queries: Any, of_documents: Any) -> jax.Array:
+    """The documents that each query meets, its positive first; -1 for none. A fault is none of the documents', and not -1."""
+    own = jnp.where((positives < 0) | (positives >= documents), documents, positives).astype(negatives.dtype)
+    others = jnp.where(negatives == positives[:, None], -1, negatives)
+    if of_queries is not None:
+        there = (others >= 0) & (others < documents)
+        same = of_documents[jnp.clip(others, 0, documents - 1)] == of_queries[:, None]
+        others = jnp.where(there & same & (of_queries >= 0)[:, None], -1, others)
+    others = jnp.where((others < -1) | (others >= documents), documents, others)
+    return jnp.where((positives != _IGNORED)[:, None], jnp.concatenate([own[:, None], others], 1), -1)
+
+
+def reduced(losses: jax.Array, positives: jax.Array, documents: int, scale: jax.Array, reduction: str) -> jax.Array:
+    """The queries' losses over those that count."""
+    if reduction == "none":
+        return losses
+    counts = (positives >= 0) & (positives < documents) & (scale >= checks.LEAST_TEMPERATURE) & (scale <= checks.MOST_TEMPERATURE)
+    return losses.sum() / (jnp.maximum(counts.sum(), 1) if reduction == "mean" else 1)
 
 
 def watched(rows: jax.Array, scale: jax.Array) -> jax.Array:

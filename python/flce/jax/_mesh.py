@@ -27,6 +27,7 @@ _SHARED = {
     "class_group": ("classes",),
     "grad_weight": ("classes", "depth"),
     "grad_bias": ("classes",),
+    "grad_class_offset": ("classes",),
 }
 _LAST = {"hidden": "depth", "grad_hidden": "depth", "retained": "bytes", "teacher_ids": "top_k", "teacher_probs": "top_k",
          "teacher_logprobs": "top_k"}  # fmt: skip

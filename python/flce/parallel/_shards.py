@@ -84,7 +84,7 @@ class ShardKernel(_kernels.LoadedKernel):
     retains_unasked = True
 
     def __init__(self, key: KernelKey, handle: ctypes.c_void_p, shard: Shard, ranks: int) -> None:
-        self.shard, self.ranks = shard, ranks
+        self.shard, self.ranks = self.of = shard, ranks
         self.fields = _native.partial_sum_fields(handle)
         super().__init__(key, handle)
         self.weight_rows = shard.rows
