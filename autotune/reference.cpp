@@ -207,14 +207,13 @@ typename BasicReference<Real>::Logit BasicReference<Real>::logit(std::int64_t to
     }
     const Real biased = product + (spec.bias ? bias_[static_cast<std::size_t>(row)] : Real(0));
     const auto scale = static_cast<Real>(spec.logit_scale);
-    Logit result{scale * biased, scale};
+    Logit result{scale * biased, spec.offset_gradient ? Real(1) : scale};
     if (spec.softcap != 0) {
         const auto cap = static_cast<Real>(spec.softcap);
         const Real t = std::tanh(result.value / cap);
         result.value = cap * t;
-        result.derivative *= 1 - t * t;
+        if (!spec.offset_gradient) result.derivative *= 1 - t * t;
     }
-    if (spec.offset_gradient) result.derivative = 1;
     if (spec.class_offset) result.value += problem_.class_offset[static_cast<std::size_t>(row)];
     if (spec.temperature) {
         const Real temperature = of_token(problem_.temperature, token);

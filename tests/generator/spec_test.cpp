@@ -86,7 +86,8 @@ TEST(SpecText, Canonical_PrintsWhatDiffersFromItsDefault) {
     EXPECT_EQ(parse_spec("D=64,V=50,whole_vocab_size=100").text(), "D=64,V=50,whole_vocab_size=100,dtype=bf16");
     EXPECT_EQ(small().normalized().json(), R"({"D":64,"V":50,"dtype":"bf16"})");
     const Spec all = parse_spec(
-        "outputs=entropy+loss,z_loss=0.0001,label_smoothing=0.1,softcap=30,logit_scale=0.0625,class_offset=1,offset_gradient,class_weight,bias=true,grad_"
+        "outputs=entropy+loss,z_loss=0.0001,label_smoothing=0.1,softcap=30,logit_scale=0.0625,class_offset=1,offset_gradient,class_weight,"
+        "bias=true,grad_"
         "weight_mode="
         "accumulate,"
         "grad_weight_dtype=fp32,layout=hidden_major,dtype=fp16,padded_vocab_size=64,V=50,D=64");
@@ -94,11 +95,10 @@ TEST(SpecText, Canonical_PrintsWhatDiffersFromItsDefault) {
               "D=64,V=50,padded_vocab_size=64,dtype=fp16,layout=hidden_major,grad_weight_dtype=fp32,grad_weight_mode=accumulate,bias,class_"
               "weight,class_offset,offset_gradient,"
               "logit_scale=0.0625,softcap=30,label_smoothing=0.1,z_loss=1e-04,outputs=loss+entropy");
-    EXPECT_EQ(all.json(),
-              R"({"D":64,"V":50,"padded_vocab_size":64,"dtype":"fp16","layout":"hidden_major","grad_weight_dtype":"fp32",)"
-              R"("grad_weight_mode":"accumulate","bias":true,"class_weight":true,"class_offset":true,)"
-              R"("offset_gradient":true,"logit_scale":0.0625,"softcap":30.0,)"
-              R"("label_smoothing":0.1,"z_loss":0.0001,"outputs":["loss","entropy"]})");
+    EXPECT_EQ(all.json(), R"({"D":64,"V":50,"padded_vocab_size":64,"dtype":"fp16","layout":"hidden_major","grad_weight_dtype":"fp32",)"
+                          R"("grad_weight_mode":"accumulate","bias":true,"class_weight":true,"class_offset":true,)"
+                          R"("offset_gradient":true,"logit_scale":0.0625,"softcap":30.0,)"
+                          R"("label_smoothing":0.1,"z_loss":0.0001,"outputs":["loss","entropy"]})");
 }
 
 TEST(Spec, Literals_HaveTheDefaultsOfTheirText) {

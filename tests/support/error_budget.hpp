@@ -188,7 +188,8 @@ struct LogitSizes {
     sum.add(e.gradient * (spec.temperature ? 5 : 4) * u);
     sum.add((e.p * t.loss_slope + (e.is_label ? t.hit : 0) + t.spread * e.class_weight) * t.factor_error_of(model) * e.gain);
     sum.add(e.gradient * model.rounding(unit_roundoff(spec.dtype)));
-    if (spec.softcap > 0 && !spec.offset_gradient) {  // 1 − tanh²: tanh's two roundings twice, its argument's error, and never exact where it should be 0
+    if (spec.softcap > 0 &&
+        !spec.offset_gradient) {  // 1 − tanh²: tanh's two roundings twice, its argument's error, and never exact where it should be 0
         const double scale = std::fabs(spec.logit_scale);
         sum.add(e.logit_gradient * 4 * kU32 * scale);
         sum.add(e.gradient * 2 * model.products(spec.hidden_size) * scale * e.product / spec.softcap);

@@ -62,7 +62,7 @@ float Evaluation::gradient_scale() const {
         const double entropy_part = token.sizes.slope_z * (1 + token.sizes.entropy + std::log(double(spec_.vocab_size)));
         largest = std::max(largest, token.sizes.slope + entropy_part);
     }
-    largest *= std::fabs(spec_.logit_scale);
+    if (!spec_.offset_gradient) largest *= std::fabs(spec_.logit_scale);
     double coldest = 1;
     for (std::int64_t i = 0; i < layer_.num_tokens; ++i) {
         if (layer_.valid(i)) coldest = std::min(coldest, layer_.temperature_of(i));

@@ -64,8 +64,8 @@ struct Spec {
     bool offset_gradient = false;  ///< backward takes the slopes of logit_scale and softcap for 1, so that grad_bias is the gradient of the
                                    ///< offsets. grad_hidden and grad_weight are then none of the layer's: leave them out. Only with bias
                                    ///< (zeros where the layer has none) and class_offset
-    bool temperature = false;   ///< a call has temperatures [N] (fp32, kLeastTemperature to kMostTemperature)
-    bool token_weight = false;  ///< a call has weights [N] (fp32) of its tokens' losses
+    bool temperature = false;      ///< a call has temperatures [N] (fp32, kLeastTemperature to kMostTemperature)
+    bool token_weight = false;     ///< a call has weights [N] (fp32) of its tokens' losses
     bool batch_invariant = false;  ///< a token's outputs and grad_hidden have the same bits whatever other tokens its call has
     bool dft = false;              ///< a token's loss is multiplied by its target's probability, which receives no gradient (dynamic
                                    ///< fine-tuning, arXiv 2508.05629); outputs has to have logprobs, which backward reads
@@ -105,12 +105,11 @@ struct Spec {
 /// Parses "key=value,flag,…", the JSON object that parse_spec_json reads, or "@file.json" (a file that holds one). Keys: D or hidden_size,
 /// V or vocab_size, padded_vocab_size, whole_vocab_size, dtype, layout, tied, weight_dtype, grad_hidden_dtype, grad_weight_dtype,
 /// grad_weight_mode, bias, class_weight, class_offset, class_groups, offset_gradient, temperature, token_weight, batch_invariant, dft,
-/// logit_scale, softcap,
-/// label_smoothing, z_loss, teacher_top_k, hard_weight, support, teacher_hidden_size, divergence_beta, teacher_bias, teacher_logit_scale,
-/// teacher_softcap, top_k, outputs (names joined by '+': loss+lse+logprobs+entropy+top1+log_sum_sq_probs). dtypes: bf16, fp16, fp32, or
-/// torch's bfloat16, float16, float32. D and V are required; dtype defaults to bf16, weight_dtype and grad_hidden_dtype to dtype,
-/// grad_weight_dtype to weight_dtype, grad_weight_mode to write, or accumulate where tied is set. The result is normalized. Throws
-/// SpecError for an unknown or repeated key and for a bad value, EnvironmentError for a file that cannot be read.
+/// logit_scale, softcap, label_smoothing, z_loss, teacher_top_k, hard_weight, support, teacher_hidden_size, divergence_beta, teacher_bias,
+/// teacher_logit_scale, teacher_softcap, top_k, outputs (names joined by '+': loss+lse+logprobs+entropy+top1+log_sum_sq_probs). dtypes:
+/// bf16, fp16, fp32, or torch's bfloat16, float16, float32. D and V are required; dtype defaults to bf16, weight_dtype and
+/// grad_hidden_dtype to dtype, grad_weight_dtype to weight_dtype, grad_weight_mode to write, or accumulate where tied is set. The result is
+/// normalized. Throws SpecError for an unknown or repeated key and for a bad value, EnvironmentError for a file that cannot be read.
 [[nodiscard]] Spec parse_spec(std::string_view text);
 /// A JSON object with the same keys: numbers, booleans, strings, and an array of names for outputs.
 [[nodiscard]] Spec parse_spec_json(std::string_view json);

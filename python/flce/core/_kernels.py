@@ -88,7 +88,7 @@ class LoadedKernel(Kernel):
     """The class of every kernel: its calls, beside what users ask of a Kernel."""
 
     frame_type: type[Frame] = Frame
-    of: tuple[Any, ...] = ()  # what beside its key it is found by
+    of: tuple[Any, ...] = ()  # arguments beside the key by which it is found
     retains_unasked = False  # whether a call without a limit may have memory of its own for what is retained
 
     def __dir__(self) -> list[str]:
