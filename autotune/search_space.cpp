@@ -95,6 +95,13 @@ std::vector<Coordinate> cuda_coordinates(const Spec& spec, const Device& device,
         }
         result.push_back({name, std::move(variants).sorted()});
     }
+    Variants lent(spec, device, plan);
+    for (const GemmTile& tile : cuda_path(plan.path).lent_tiles(spec)) {
+        Plan other = plan;
+        other.cuda.lent = tile;
+        lent.add(other);
+    }
+    result.push_back({"lent", std::move(lent).sorted()});
     Variants chunks(spec, device, plan);
     for (const std::int64_t rows : {4096, 8192, 16384, 32768}) chunks.add(with_chunk(spec, plan, rows));
     result.push_back({"chunk", std::move(chunks).sorted()});

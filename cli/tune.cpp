@@ -152,7 +152,7 @@ void add_search_options(CLI::App& command, TuneFlags& flags) {
     command
         .add_option(
             "--coordinates", flags.coordinates,
-            "what to vary: grad_weight, grad_hidden, forward, dlogits, chunk, raster, algorithms; blocks, block_m, … (default: all)")
+            "what to vary: grad_weight, grad_hidden, forward, dlogits, lent, chunk, raster, algorithms; blocks, block_m, … (default: all)")
         ->delimiter(',');
     command.add_option("--exhaustive", flags.exhaustive, "instead of descending, measure that many combinations")
         ->check(CLI::Range(std::int64_t{1}, static_cast<std::int64_t>(kMaxRecordCandidates)));

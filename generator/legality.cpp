@@ -31,6 +31,7 @@ Reason cuda_reason(const Spec& spec, const Device& device, const Plan& plan) {
         }
         if (auto reason = path.tile_problem(spec, device, role, *tile)) return fmt::format("{}: {}", name, *reason);
     }
+    if (auto reason = path.lent_tile_problem(spec, cuda.lent)) return fmt::format("lent: {}", *reason);
     if (cuda.raster < 1 || cuda.raster > 1024) return fmt::format("raster={}: must be from 1 to 1024 tile rows", cuda.raster);
     for (const auto& [name, unit] : {std::pair{"dlogits' block_n", cuda.dlogits.block_n},
                                      {"grad_weight's block_m", cuda.grad_weight.block_m},

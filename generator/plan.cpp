@@ -67,6 +67,7 @@ struct PlanKey {
     bool number;
     std::string (*write)(const Plan& plan);
     void (*read)(Plan& plan, std::string_view key, std::string_view value);
+    bool (*absent)(const Plan& plan) = nullptr;  ///< whether a text leaves the key out; null: no text does
 };
 
 using Text = std::string_view;
@@ -106,6 +107,12 @@ constexpr PlanKey call_key(std::string_view name) {
             }};
 }
 
+constexpr PlanKey lent_key() {
+    PlanKey key = call_key<&CudaPlan::lent>("lent");
+    key.absent = [](const Plan& p) { return !has_lent_tile(p); };
+    return key;
+}
+
 constexpr std::array kLibraryKeys = {
     kChunk,
     kScratch,
@@ -125,6 +132,7 @@ constexpr std::array kLibraryKeys = {
                 }
                 p.cuda.grad_hidden = p.cuda.grad_weight = {1, 1, 1, 1, 1, 1};
             }},
+    lent_key(),
 };
 
 constexpr std::array kCpuKeys = {
@@ -148,6 +156,8 @@ constexpr std::array kCpuKeys = {
     kChunk,
     kScratch,
 };
+
+bool is_absent(const PlanKey& key, const Plan& plan) { return key.absent != nullptr && key.absent(plan); }
 
 std::span<const PlanKey> keys_of(PlanPath path) {
     if (path == PlanPath::cpu) return kCpuKeys;
@@ -195,7 +205,7 @@ public:
 
     [[nodiscard]] Plan finish() const {
         for (const PlanKey& key : keys_of(plan_.path)) {
-            if (std::ranges::find(given_, key.name) == given_.end()) {
+            if (key.absent == nullptr && std::ranges::find(given_, key.name) == given_.end()) {
                 throw PlanError(fmt::format("plan: key '{}' is missing; {} has {}", key.name, to_string(plan_.path), names()));
             }
         }
@@ -241,7 +251,9 @@ std::string_view to_string(Strategy strategy) noexcept {
 
 std::string Plan::text() const {
     std::string out = fmt::format("{}:{}", to_string(path), to_string(strategy));
-    for (const PlanKey& key : keys_of(path)) out += fmt::format(",{}={}", key.name, key.write(*this));
+    for (const PlanKey& key : keys_of(path)) {
+        if (!is_absent(key, *this)) out += fmt::format(",{}={}", key.name, key.write(*this));
+    }
     return out;
 }
 
@@ -250,6 +262,7 @@ std::string Plan::json() const {
     object["path"] = to_string(path);
     object["strategy"] = to_string(strategy);
     for (const PlanKey& key : keys_of(path)) {
+        if (is_absent(key, *this)) continue;
         const std::string name(key.name);
         if (key.number) {
             object[name] = std::stoll(key.write(*this));

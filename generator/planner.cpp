@@ -15,6 +15,7 @@
 #include "generator/cpu/blocks.hpp"
 #include "generator/cuda/common/cuda_path.hpp"
 #include "generator/cuda/common/kernel_role.hpp"
+#include "templates/common/divergence_math.cuh"
 
 namespace flce {
 namespace {
@@ -119,6 +120,8 @@ std::vector<Plan> path_candidates(const Spec& spec, const Device& device, const 
         return {};
     }
     Plan best{.path = path.id, .strategy = strategy, .scratch_bytes = request.scratch_bytes};
+    const std::span<const GemmTile> lent = path.lent_tiles(spec);
+    if (!lent.empty()) best.cuda.lent = lent.front();
     std::vector<std::vector<GemmTile>> tiles;
     for (const GemmRole role : {forward_role(best), GemmRole::dlogits, GemmRole::grad_hidden, GemmRole::grad_weight}) {
         tiles.push_back(legal_tiles(spec, device, path, role, widest, search));
@@ -151,6 +154,11 @@ std::vector<Plan> path_candidates(const Spec& spec, const Device& device, const 
             plan.cuda.*kRoleTiles[role] = tile;
             plans.push_back(with_chunk(spec, plan, kChunks[0]));
         }
+    }
+    for (const GemmTile& tile : lent) {
+        Plan plan = with_chunk(spec, best, kChunks[0]);
+        plan.cuda.lent = tile;
+        plans.push_back(plan);
     }
     for (const int raster : {4, 16}) {
         if (path.calls_library) break;  // the order of tiles is the library's
@@ -324,6 +332,19 @@ double lendable_part(const Spec& spec, std::int64_t num_tokens) noexcept {
     return std::min(1.0, bytes / (static_cast<double>(num_tokens) * static_cast<double>(element_bytes(spec.dtype))));
 }
 
+double lendable_part(const Spec& spec, const Plan& plan, std::int64_t num_tokens) noexcept {
+    if (!has_teacher_head(spec)) return lendable_part(spec, num_tokens);
+    if (!has_lent_tile(plan) || is_shard(spec) || num_tokens <= 0) return 0;
+    const auto tokens = static_cast<double>(num_tokens);
+    const double gradient_row = static_cast<double>(spec.hidden_size) * static_cast<double>(element_bytes(spec.grad_weight_dtype));
+    const double both_logits = 4 * tokens;
+    const GemmTile& tile = plan.cuda.lent;
+    const bool beside = divergence_form(spec.divergence_beta) == kMixture || num_tokens > tile.block_m;  // a second walk needs both
+    const double of_tile =
+        beside ? 8 * std::min(tokens, static_cast<double>(tile.block_m)) * tile.block_n / static_cast<double>(spec.vocab_size) : 0;
+    return std::clamp((gradient_row - of_tile) / std::max(both_logits, gradient_row), 0.0, 1.0);
+}
+
 std::int64_t unlimited_own_bytes(const Spec& spec) noexcept {
     if (!is_shard(spec)) return 0;
     const std::int64_t whole = whole_vocab_size(spec) * spec.hidden_size * element_bytes(spec.grad_weight_dtype);
@@ -422,6 +443,12 @@ std::vector<std::string> plan_reasons(const Spec& any_spec, const Device& device
     if (plan.path != PlanPath::cuda_gather) {
         lines.push_back(fmt::format("chunk of at most {} vocabulary rows; scratch of {} bytes decides how many at a time", plan.vocab_chunk,
                                     plan.scratch_bytes));
+    }
+    if (has_lent_tile(plan)) {
+        lines.push_back(
+            fmt::format("grad_weight's memory has both heads' logits of {} tokens and {} classes at a time while it is free: in "
+                        "backward, and in a forward to which it is lent",
+                        plan.cuda.lent.block_m, plan.cuda.lent.block_n));
     }
     if (plan.strategy == Strategy::retain && retains_apart(spec, device, request)) {
         lines.emplace_back(

@@ -34,6 +34,8 @@ inline constexpr std::int64_t kTokensInScratch = 1 << 18;
 
 /// The part of a call's exponentials that grad_weight's memory holds: 0 (none, or no tokens) to 1.
 [[nodiscard]] double lendable_part(const Spec& spec, std::int64_t num_tokens) noexcept;
+/// Part of what forward leaves with `plan` for which that memory has room. A mixture's logits lie beside the lent tile of both heads.
+[[nodiscard]] double lendable_part(const Spec& spec, const Plan& plan, std::int64_t num_tokens) noexcept;
 
 /// Memory of its own that a call without a limit may fill with retained exponentials. For a shard: as much as the whole layer's weight
 /// gradient takes, and 1/32 more for the numbers beside exponentials; R ranks then retain R times as many tokens as that gradient's memory

@@ -14,10 +14,11 @@ from flce import errors
 from flce.call import _spec_text
 from flce.call._arguments import check_classes, refuse_dtensor, refuse_tangent
 from flce.call._checks import DTYPES, HIDDEN_MULTIPLE
-from flce.call._options import OPTIONS
+from flce.call._options import OPTIONS, retain_choice
 from flce.call._targets import check_tensors
 from flce.core import _autograd, checks
 from flce.core._frame import is_hidden_major
+from flce.core._retain import Retain
 from flce.operators import _divergence
 from flce.parallel import _parallel
 
@@ -61,6 +62,7 @@ def linear_divergence(
     vocab_start: int | None = None,
     vocab_size: int | None = None,
     workspace_limit_bytes: Any = None,
+    retain_in_grad_weight: bool | None = None,
 ) -> Tensor | Divergence:
     """Divergence of the softmaxes p (student's) and q (teacher's) of every token over the whole vocabulary, without either [N, V] in
     memory: KL(q ‖ p) at a beta of 0, KL(p ‖ q) at 1, and between them (1 − beta) · KL(p ‖ m) + beta · KL(q ‖ m) with the mixture
@@ -88,7 +90,13 @@ def linear_divergence(
             teacher's classes. On a CPU a class that the teacher does not have is an ArgumentError, on a GPU torch's own device assert.
         workspace_limit_bytes: the most memory beyond the call's tensors and their gradients, in forward and in backward, what forward
             leaves to backward included: 4 bytes for each logit of one head, which spare a GPU's backward (but under torch.compile) the
-            products of both. None: 64 MiB and 4 bytes for each element of student_hidden, and nothing is left to backward.
+            products of both. None: 64 MiB and 4 bytes for each element of student_hidden, and nothing is left to backward beyond the
+            weight's gradient's own memory.
+        retain_in_grad_weight: whether a GPU's forward may already allocate student_weight's gradient: it makes wider products there, and
+            leaves logits to backward. None: where one divergence at a time waits for its backward, as far as was seen so far, and not
+            while a CUDA graph is captured. Never under torch.compile, over ranks and in fp32, for a student_weight that is the view of a
+            [D_s, V], and where the gradient's memory is too small to be worth it. Values and gradients differ in their last bits, and those
+            of retained logits as docs/numerics.md has it.
 
     Returns:
         The divergence; with an entropy asked for `Divergence(divergence, student_entropy, teacher_entropy)`.
@@ -126,8 +134,7 @@ def linear_divergence(
     options = _options(
         teacher_hidden.shape[-1], beta, student_logit_scale, student_softcap, teacher_logit_scale, teacher_softcap, teacher_bias is not None
     )
-    trained = (student_hidden, student_weight, *(() if student_bias is None else (student_bias,)))
-    retain = torch.is_grad_enabled() and any(each.requires_grad for each in trained) and not torch.compiler.is_compiling()
+    retain = _retaining(retain_choice(retain_in_grad_weight).choice, student_weight, (student_hidden, student_bias))
     divergence, _, entropies, _ = _divergence.run(
         *_padded(student_hidden, student_weight),
         *_padded(teacher_hidden, teacher_weight.detach()),
@@ -139,7 +146,7 @@ def linear_divergence(
         _spec_text.workspace_limit(workspace_limit_bytes),
         "" if asked is None else asked.text(),
         is_mixture(beta),
-        retain,
+        retain.bits(),
     )
     divergence = divergence.view(tokens)
     counted = _counted(mask, temperature)
@@ -154,6 +161,14 @@ def linear_divergence(
         return divergence
     student, teacher = (each.view(tokens) for each in entropies.unbind(0))
     return Divergence(divergence, student if return_student_entropy else None, teacher if return_teacher_entropy else None)
+
+
+def _retaining(choice: int, weight: Tensor, others: tuple[Tensor | None, ...]) -> Retain:
+    """Room for forward to leave logits to backward."""
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return Retain()
+    gradient = any(each is not None and each.requires_grad for each in (weight, *others))
+    return Retain(choice, gradient=gradient, weight=weight.requires_grad)
 
 
 def _check_number(name: str, given: Any, least: float, most: float) -> None:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from levels import QUICK
+from retain_support import forget_losses
 from support import GRADIENT_BOUND, OUTPUT_BOUND
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import flce
+from flce.core import _retain
 from flce.operators import _divergence
 
 N, STUDENT, TEACHER, V = 37, 64, 104, 1000
@@ -44,12 +47,12 @@ def heads(device: str, dtype: torch.dtype, *, hidden_major: bool = False, depth:
     return tuple(made)
 
 
-def given_of(name: str, device: str, dtype: torch.dtype) -> dict[str, Any]:
+def given_of(name: str, device: str, dtype: torch.dtype, classes: int = V) -> dict[str, Any]:
     draw = torch.Generator().manual_seed(8)
     options = dict(OPTIONS[name])
     for bias in ("student_bias", "teacher_bias"):
         if bias in options:
-            options[bias] = torch.randn(V, generator=draw).to(device, dtype).requires_grad_(bias == "student_bias")
+            options[bias] = torch.randn(classes, generator=draw).to(device, dtype).requires_grad_(bias == "student_bias")
     if options.get("temperature") == "each":
         options["temperature"] = (torch.rand(N, generator=draw) + 0.5).to(device)
     if "mask" in options:
@@ -281,6 +284,97 @@ def test_retained_logits(beta: float, part: float, name: str, dtype: torch.dtype
         close(found, exact.double(), 2 * GRADIENT_BOUND[dtype] + 1e-3)
 
 
+MANY = 60001  # classes whose gradient has room for sums of both heads
+
+
+@pytest.fixture
+def lent(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Tensor]]:
+    """Memory that forwards were lent, all of which is NaN at first, as gradients' memory is; layers of any size lend."""
+    seen: list[Tensor] = []
+    empty_like, keep = torch.empty_like, _retain.Retained.keep
+
+    def watch(self: Any, memory: Tensor, *, lent: bool) -> None:
+        seen.append(memory)
+        keep(self, memory, lent=lent)
+
+    monkeypatch.setattr(torch, "empty_like", lambda *given, **named: empty_like(*given, **named).fill_(math.nan))
+    monkeypatch.setattr(_retain.Retained, "keep", watch)
+    monkeypatch.setattr(_divergence, "_LEAST_WORK", 1)
+    forget_losses()
+    yield seen
+    forget_losses()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["plain", "everything"])
+@pytest.mark.parametrize("beta", BETAS)
+def test_logits_in_the_gradients_memory(beta: float, name: str, dtype: torch.dtype, lent: list[Tensor]) -> None:
+    """A forward that is lent the weight's gradient, and one that is not: values, and gradients, within the bounds of retained logits; the
+    same bits again; a second backward has nothing retained."""
+    given = given_of(name, "cuda", dtype, MANY)
+    inputs = heads("cuda", dtype, classes=MANY)
+    expected = right(*inputs, beta=beta, **given)[0]
+    upstream = torch.randn(N, device="cuda")
+    exact = torch.autograd.grad((expected * upstream.double()).sum(), inputs[:2])
+    found = []
+    for choice in (True, True, False):
+        lent.clear()
+        made = flce.linear_divergence(*inputs, beta=beta, retain_in_grad_weight=choice, **given)
+        assert len(lent) == choice
+        gradients = torch.autograd.grad((made * upstream).sum(), inputs[:2], retain_graph=True)
+        assert not choice or gradients[1].data_ptr() == lent[0].data_ptr()
+        again = torch.autograd.grad((made * upstream).sum(), inputs[:2])
+        for each, other, gradient in zip(gradients, again, exact, strict=True):
+            close(each, gradient.double(), 2 * GRADIENT_BOUND[dtype] + 1e-3)
+            close(other, gradient.double(), 2 * GRADIENT_BOUND[dtype] + 1e-3)
+        close(made, expected, 1e-3 if 0 < beta < 1 else 2 * OUTPUT_BOUND[dtype])
+        found.append((made.detach(), *gradients))
+    assert all(map(torch.equal, *found[:2]))
+
+
+@pytest.mark.gpu
+def test_who_is_lent_the_gradients_memory(lent: list[Tensor]) -> None:
+    inputs = heads("cuda", torch.bfloat16, classes=MANY)
+
+    def loss(*given: Tensor, **options: Any) -> Tensor:
+        lent.clear()
+        return flce.linear_divergence(*(given or inputs), beta=0.3, reduction="sum", **options)
+
+    first = loss()
+    assert len(lent) == 1
+    second = loss()
+    assert not lent, "another waits for its backward"
+    gradients = [torch.autograd.grad(each, inputs[:2]) for each in (second, first)]
+    for each, other in zip(*gradients, strict=True):
+        close(each, other.double(), 1e-2)
+    del first, second
+    forget_losses()
+    only_hidden = torch.autograd.grad(loss(), inputs[0])[0]
+    assert len(lent) == 1
+    close(only_hidden, gradients[0][0].double(), 1e-2)
+    lent.clear()
+    forget_losses()
+    loss(inputs[0], inputs[1].detach(), *inputs[2:])
+    assert not lent, "the weight is frozen"
+    with torch.no_grad():
+        loss()
+    assert not lent
+    loss(*heads("cuda", torch.bfloat16, classes=MANY - 1, hidden_major=True), retain_in_grad_weight=True)
+    assert not lent, "the gradient is not vocab_major"
+    loss(*heads("cuda", torch.float32, classes=MANY), retain_in_grad_weight=True)
+    assert not lent
+
+
+def test_where_nothing_is_lent(device: str) -> None:
+    """A gradient too small to hold both heads' sums, or a CPU's: any choice has the same bits."""
+    inputs = heads(device, torch.bfloat16)
+    made = [flce.linear_divergence(*inputs, beta=0.3, retain_in_grad_weight=choice) for choice in (None, True, False)]
+    gradients = [torch.autograd.grad(each.sum(), inputs[:2]) for each in made]
+    for values, each in zip(made[1:], gradients[1:], strict=True):
+        assert torch.equal(values, made[0]) and all(map(torch.equal, each, gradients[0]))
+
+
 def test_under_compile_and_checkpointing(device: str) -> None:
     inputs = heads(device, torch.bfloat16)
 
@@ -383,6 +477,7 @@ def test_refusals() -> None:
         (flce.ArgumentError, "temperature is 0", every, {"temperature": 0}),
         (flce.ArgumentError, "temperature requires a gradient", every, {"temperature": torch.ones(N, requires_grad=True)}),
         (flce.ArgumentError, "reduction is 'batchmean'", every, {"reduction": "batchmean"}),
+        (flce.ArgumentError, "^retain_in_grad_weight is 1; allowed are True, False and None", every, {"retain_in_grad_weight": 1}),
         (flce.ShapeError, "teacher_ids_map has shape", every, {"teacher_ids_map": torch.arange(5)}),
         (flce.ShapeError, "student_bias has shape", every, {"student_bias": torch.ones(5)}),
         (flce.SpecError, "teacher_softcap", every, {"teacher_softcap": -1.0}),

@@ -89,16 +89,16 @@ Expr caller_row(const BackwardPass& pass, const Expr& row) { return select(pass.
 
 std::vector<Stretch> stretches(const BackwardPass& pass, const Expr& first_column) {
     const BackwardLayout& layout = pass.layout;
-    const Stretch wide{first_column, layout.wide_chunks, layout.wide_chunk, slot(Slot::grad_weight) + layout.wide_dlogits};
+    const Stretch wide{first_column, layout.wide_chunks, layout.wide_chunk, slot(Slot::grad_weight) + layout.wide_dlogits, pass.columns};
     const Expr rest = first_column + wide.chunks * wide.width;
-    const Stretch narrow{rest, ceil_div(pass.columns - rest, layout.chunk), layout.chunk, workspace_at(layout.dlogits)};
+    const Stretch narrow{rest, ceil_div(pass.columns - rest, layout.chunk), layout.chunk, workspace_at(layout.dlogits), pass.columns};
     if (wide.chunks.constant() != nullptr) return {narrow};  // there is no memory for wide ones
     return {wide, narrow};
 }
 
-Chunk chunk_of(const BackwardPass& pass, const Stretch& stretch) {
+Chunk chunk_of(const Stretch& stretch) {
     const Expr first = stretch.first_column + variable(kChunkLoop) * stretch.width;
-    return {first, min(pass.columns - first, stretch.width), stretch.width, stretch.dlogits};
+    return {first, min(stretch.end - first, stretch.width), stretch.width, stretch.dlogits};
 }
 
 Expr chunk_at(const BackwardPass& pass, const Chunk& chunk, Slot tensor, std::int64_t element_bytes) {
@@ -174,7 +174,7 @@ LaunchBuilder<GradWeightParams> grad_weight_launch(const BackwardPass& pass, con
 }
 
 Statement chunk_by_chunk(const BackwardPass& pass, const Stretch& stretch, const ChunkGemms& gemms) {
-    const Chunk chunk = chunk_of(pass, stretch);
+    const Chunk chunk = chunk_of(stretch);
     const RowBlock rows = row_block(pass, kRowBlockLoop);
     std::vector<Statement> of_rows;
     of_rows.push_back({If{less(1, pass.layout.row_blocks), {coefficients_launch(pass, rows)}}});

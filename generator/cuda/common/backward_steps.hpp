@@ -59,6 +59,7 @@ struct Stretch {
     Expr chunks;
     Expr width;    ///< columns of a chunk, or of a pair that is joined; the last may have fewer
     Expr dlogits;  ///< address
+    Expr end;      ///< column behind the last that a chunk may have
 };
 /// The vocabulary from `first_column` on: wide chunks, whose dlogits lie in grad_weight's memory, then chunks whose dlogits lie in the
 /// workspace.
@@ -71,7 +72,7 @@ struct Chunk {
     Expr dlogits;  ///< address
 };
 /// The chunk that kChunkLoop is at.
-[[nodiscard]] Chunk chunk_of(const BackwardPass& pass, const Stretch& stretch);
+[[nodiscard]] Chunk chunk_of(const Stretch& stretch);
 /// Address of the chunk's first row (hidden_major: column) in the weight or its gradient.
 [[nodiscard]] Expr chunk_at(const BackwardPass& pass, const Chunk& chunk, Slot tensor, std::int64_t element_bytes);
 /// Address of the chunk's weight as GEMMs read it: the caller's, or what has been rounded.

@@ -43,6 +43,13 @@ GemmTile CudaPath::with_warps(GemmTile tile, TileWarps warps) const {
     return tile;
 }
 
+std::span<const GemmTile> no_lent_tiles(const Spec& /*spec*/) { return {}; }
+
+Reason no_lent_tile_problem(const Spec& /*spec*/, const GemmTile& tile) {
+    if (tile == GemmTile{}) return std::nullopt;
+    return std::string("only cuda_lt has logits in grad_weight's memory");
+}
+
 Reason oldest_gpu_problem(const Device& device) {
     const int capability = device.gpu.compute_capability;
     if (capability >= 80) return std::nullopt;

@@ -81,11 +81,15 @@ struct CudaPath {
     Reason (&problem)(const Spec& spec, const Device& device, Strategy strategy);
     /// Why the kernel of `role` cannot be instantiated with `tile`, or cannot run on `device`.
     Reason (&tile_problem)(const Spec& spec, const Device& device, GemmRole role, const GemmTile& tile);
+    /// Why a layer cannot have `tile` as CudaPlan::lent; zeros are legal everywhere.
+    Reason (&lent_tile_problem)(const Spec& spec, const GemmTile& tile);
     /// Least scratch_bytes for which the workspace keeps its bound.
     std::int64_t (&least_scratch_bytes)(const Spec& spec, const Plan& plan);
 
     /// Candidates for a dtype, not yet checked against any device.
     std::span<const TileCandidate> (&tiles)(DType dtype);
+    /// Candidates of CudaPlan::lent, the planner's choice first; none: nothing of `spec` lies there.
+    std::span<const GemmTile> (&lent_tiles)(const Spec& spec);
     /// Share of the device's dense tensor-core rate that the path's instruction can reach.
     double (&rate_share)(const Device& device);
     TileRate (&tile_rate)(const Spec& spec, const Device& device, GemmRole role, const GemmTile& tile);
@@ -108,6 +112,10 @@ struct CudaPath {
     /// `tile` with these warps.
     [[nodiscard]] GemmTile with_warps(GemmTile tile, TileWarps warps) const;
 };
+
+/// CudaPath::lent_tiles and lent_tile_problem of a path without such tiles.
+[[nodiscard]] std::span<const GemmTile> no_lent_tiles(const Spec& spec);
+[[nodiscard]] Reason no_lent_tile_problem(const Spec& spec, const GemmTile& tile);
 
 /// All paths, the one that runs everywhere first.
 [[nodiscard]] std::span<const CudaPath* const> cuda_paths() noexcept;

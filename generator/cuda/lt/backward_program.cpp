@@ -61,8 +61,7 @@ struct Piece {
     Expr column_in_chunk;
 };
 
-Piece piece_of(const Pass& pass, const Chunk& chunk, const RowBlock& block) {
-    const GemmTile& tile = pass.plan.cuda.dlogits;
+Piece piece_of(const Pass& pass, const Chunk& chunk, const RowBlock& block, const GemmTile& tile) {
     const Expr row = variable(kPieceRowsLoop) * std::int64_t{tile.block_m};
     const Expr column = variable(kPieceColumnsLoop) * std::int64_t{tile.block_n};
     const Expr at = chunk.dlogits + (row * chunk.width + column) * pass.element_bytes;
@@ -72,7 +71,7 @@ Piece piece_of(const Pass& pass, const Chunk& chunk, const RowBlock& block) {
             .column_in_chunk = column};
 }
 
-LaunchBuilder<LtDlogitsParams> dlogits_launch(const Pass& pass, const Piece& piece) {
+LaunchBuilder<LtDlogitsParams> dlogits_launch(const Pass& pass, const Piece& piece, const SumsPlace& sums) {
     using Params = LtDlogitsParams;
     const Spec& spec = pass.spec;
     const BackwardLayoutLt& layout = pass.layout;
@@ -94,20 +93,20 @@ LaunchBuilder<LtDlogitsParams> dlogits_launch(const Pass& pass, const Piece& pie
         .set(&Params::rows, piece.rows.count)
         .set(&Params::columns, piece.columns.columns)
         .set_transform(&Params::transform, spec)
-        .set(&Params::sums, workspace_at(layout.sums))
-        .set(&Params::sums_ld, pass.plan.cuda.dlogits.block_n)
+        .set(&Params::sums, sums.student)
+        .set(&Params::sums_ld, sums.tile.block_n)
         .set(&Params::factors, pass.factors());
     return launch;
 }
 
-Statement dlogits_of_piece(const Pass& pass, const Piece& piece) {
+Statement dlogits_of_piece(const Pass& pass, const Piece& piece, const SumsPlace& sums) {
     const Spec& spec = pass.spec;
     const RowNumbers numbers = row_numbers_at(pass.layout, piece.row_in_block);
-    LaunchBuilder<LtDlogitsParams> launch = dlogits_launch(pass, piece);
+    LaunchBuilder<LtDlogitsParams> launch = dlogits_launch(pass, piece, sums);
     if (!has_teacher_head(spec)) return build_with_rows(std::move(launch), spec, numbers);
     using Params = LtDivergenceDlogitsParams;
     LaunchBuilder<Params> of_heads(std::move(launch));
-    of_heads.set(&Params::teacher_sums, workspace_at(pass.layout.teacher_sums))
+    of_heads.set(&Params::teacher_sums, sums.teacher)
         .set(&Params::teacher_bias, advanced(slot(Slot::teacher_bias), piece.columns.first_column, pass.element_bytes))
         .set(&Params::teacher_lse, slot(Slot::teacher_lse) + piece.rows.first * 4)
         .set(&Params::student_divergence, slot(Slot::student_divergence) + piece.rows.first * 4)
@@ -123,20 +122,20 @@ Matrix chunk_weight(const Pass& pass, const Chunk& chunk, const Expr& column_in_
 }
 
 /// dlogits of the chunk and the row block, piece by piece.
-Statement dlogits_step(const Pass& pass, const Chunk& chunk, const RowBlock& block) {
-    const GemmTile& tile = pass.plan.cuda.dlogits;
-    const Piece piece = piece_of(pass, chunk, block);
+Statement dlogits_step(const Pass& pass, const Chunk& chunk, const RowBlock& block, const SumsPlace& sums) {
+    const GemmTile& tile = sums.tile;
+    const Piece piece = piece_of(pass, chunk, block, tile);
     const bool hidden_major = pass.hidden_major && !rounds_weight(pass.spec);
     const Expr hidden = slot(Slot::hidden) + piece.rows.first * (pass.spec.hidden_size * pass.element_bytes);
     std::vector<Statement> steps = {logits_gemm(pass.spec, pass.plan, piece.rows.count, piece.columns.columns, hidden,
                                                 chunk_weight(pass, chunk, piece.column_in_chunk), hidden_major,
-                                                {workspace_at(pass.layout.sums), tile.block_n}, pass.gemm_workspace())};
+                                                {sums.student, tile.block_n}, pass.gemm_workspace())};
     if (has_teacher_head(pass.spec)) {
         steps.push_back(teacher_gemm(pass.spec, pass.plan, {piece.rows.first, piece.rows.count},
-                                     {piece.columns.first_column, piece.columns.columns},
-                                     {workspace_at(pass.layout.teacher_sums), tile.block_n}, pass.gemm_workspace()));
+                                     {piece.columns.first_column, piece.columns.columns}, {sums.teacher, tile.block_n},
+                                     pass.gemm_workspace()));
     }
-    steps.push_back(dlogits_of_piece(pass, piece));
+    steps.push_back(dlogits_of_piece(pass, piece, sums));
     std::vector<Statement> columns = {{Loop{kPieceColumnsLoop, ceil_div(chunk.columns, std::int64_t{tile.block_n}), std::move(steps)}}};
     return {Loop{kPieceRowsLoop, ceil_div(block.count, std::int64_t{tile.block_m}), std::move(columns)}};
 }
@@ -173,7 +172,7 @@ Statement heads_dlogits_step(const Pass& pass, const Chunk& chunk, const RowBloc
     const RetainedHeads retained = retained_heads(pass.spec, pass.plan);
     const Expr kept = less(chunk.first_column + chunk.columns, retained.columns + 1);
     std::vector<Statement> steps = {{If{kept, {retained_dlogits_step(pass, retained, chunk, block)}}},
-                                    {If{!kept, {dlogits_step(pass, chunk, block)}}}};
+                                    {If{!kept, {dlogits_step(pass, chunk, block, pass.layout.sums)}}}};
     return {If{1, std::move(steps)}};
 }
 
@@ -231,22 +230,46 @@ Statement gather_launch(const Pass& pass) {
     return launch.build();
 }
 
+/// Both gradients of a stretch. `dlogits`: the step that makes dlogits of its chunk.
+Statement stretch_step(const Pass& pass, const Stretch& stretch, const RowBlock& block, Statement dlogits) {
+    const Chunk chunk = chunk_of(stretch);
+    const bool hidden_major = pass.hidden_major && !rounds_weight(pass.spec);
+    const Expr sum = pass.sum() + block.first * (pass.spec.hidden_size * 4);
+    return chunk_by_chunk(pass, stretch,
+                          {.dlogits = std::move(dlogits),
+                           .grad_weight = grad_weight_step(pass, chunk, block),
+                           .grad_hidden = grad_hidden_gemm(pass.spec, pass.plan, block.count, chunk.columns, {chunk.dlogits, chunk.width},
+                                                           chunk_weight(pass, chunk, 0), hidden_major, sum, less(0, chunk.first_column),
+                                                           pass.gemm_workspace())});
+}
+
+/// Gradients of a divergence whose sums may lie in grad_weight's memory.
+std::vector<Statement> lent_steps(const Pass& pass, const RowBlock& block) {
+    const RetainedHeads retained = retained_heads(pass.spec, pass.plan);
+    std::vector<Statement> steps;
+    for (const HeadsStretch& of : heads_stretches(pass.spec, pass.plan, pass.layout)) {
+        const Stretch stretch{of.first, of.chunks, of.width, of.dlogits, of.end};
+        const Chunk chunk = chunk_of(stretch);
+        Statement dlogits = of.retained ? retained_dlogits_step(pass, retained, chunk, block) : dlogits_step(pass, chunk, block, of.sums);
+        steps.push_back(stretch_step(pass, stretch, block, std::move(dlogits)));
+    }
+    return steps;
+}
+
 /// Gradients of the part that is not retained, chunk by chunk.
 std::vector<Statement> chunk_steps(const Pass& pass) {
+    const RowBlock block = row_block(pass, kRowBlockLoop);
     std::vector<Statement> steps;
     steps.push_back({If{present(Slot::grad_weight), {gather_launch(pass)}}});
-    for (const Stretch& stretch : stretches(pass, pass.retained.columns)) {
-        const Chunk chunk = chunk_of(pass, stretch);
-        const RowBlock block = row_block(pass, kRowBlockLoop);
-        const bool hidden_major = pass.hidden_major && !rounds_weight(pass.spec);
-        const Expr sum = pass.sum() + block.first * (pass.spec.hidden_size * 4);
-        steps.push_back(chunk_by_chunk(
-            pass, stretch,
-            {.dlogits = pass.retains_heads ? heads_dlogits_step(pass, chunk, block) : dlogits_step(pass, chunk, block),
-             .grad_weight = grad_weight_step(pass, chunk, block),
-             .grad_hidden =
-                 grad_hidden_gemm(pass.spec, pass.plan, block.count, chunk.columns, {chunk.dlogits, chunk.width},
-                                  chunk_weight(pass, chunk, 0), hidden_major, sum, less(0, chunk.first_column), pass.gemm_workspace())}));
+    if (has_lent_tile(pass.plan)) {
+        std::ranges::move(lent_steps(pass, block), std::back_inserter(steps));
+    } else {
+        for (const Stretch& stretch : stretches(pass, pass.retained.columns)) {
+            const Chunk chunk = chunk_of(stretch);
+            steps.push_back(stretch_step(
+                pass, stretch, block,
+                pass.retains_heads ? heads_dlogits_step(pass, chunk, block) : dlogits_step(pass, chunk, block, pass.layout.sums)));
+        }
     }
     steps.push_back({If{present(Slot::grad_hidden), {finish_hidden_launch(pass, 0, 1)}}});
     return steps;

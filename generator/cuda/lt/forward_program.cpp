@@ -22,13 +22,13 @@ ColumnRange piece_of(const ForwardPass& pass) {
     return {first, min(pass.columns.count - first, width)};
 }
 
-Statement product(const ForwardPass& pass, const ForwardLayoutLt& layout, const ColumnRange& piece) {
+Statement product(const ForwardPass& pass, const ForwardLayoutLt& layout, const ColumnRange& piece, const SumsPlace& sums) {
     const Spec& spec = pass.spec;
     const bool hidden_major = spec.layout == WeightLayout::hidden_major && !rounds_weight(spec);
     const auto element = static_cast<std::int64_t>(element_bytes(spec.dtype));
     const Expr weight = weight_at(pass) + piece.first * (hidden_major ? element : element * spec.hidden_size);
     return logits_gemm(spec, pass.plan, pass.rows.count, piece.count, hidden_row_at(spec, pass.rows.first),
-                       weight_matrix(spec, hidden_major, weight), hidden_major, {workspace_at(layout.sums), pass.plan.cuda.forward.block_n},
+                       weight_matrix(spec, hidden_major, weight), hidden_major, {sums.student, sums.tile.block_n},
                        workspace_at(layout.gemm_workspace));
 }
 
@@ -37,7 +37,7 @@ Statement pieces_step(const ForwardPass& pass, const ForwardLayoutLt& layout, co
     using Params = LtForwardParams;
     const ColumnRange piece = piece_of(pass);
     LaunchBuilder<Params> launch(forward_launch(pass, KernelRole::forward, ceil_div(pass.rows.count, 2 * kLtThreads / 32), pass.splits));
-    launch.set(&Params::sums, workspace_at(layout.sums))
+    launch.set(&Params::sums, layout.sums.student)
         .set(&Params::ld, pass.plan.cuda.forward.block_n)
         .set(&Params::first_column, pass.columns.first + piece.first)
         .set(&Params::columns, piece.count)
@@ -52,7 +52,8 @@ Statement pieces_step(const ForwardPass& pass, const ForwardLayoutLt& layout, co
             .set(&Params::block_bytes, retained->layout.block_bytes)
             .set(&Params::retained_columns, retained->layout.columns);
     }
-    std::vector<Statement> steps = {product(pass, layout, piece), build_with_rows(std::move(launch), pass.spec, row_numbers_at(pass.rows))};
+    std::vector<Statement> steps = {product(pass, layout, piece, layout.sums),
+                                    build_with_rows(std::move(launch), pass.spec, row_numbers_at(pass.rows))};
     return {Loop{kPieceLoop, ceil_div(pass.columns.count, std::int64_t{pass.plan.cuda.forward.block_n}), std::move(steps)}};
 }
 
@@ -65,7 +66,7 @@ Statement stale_launch(const ForwardPass& pass, const ForwardLayoutLt& layout, c
     launch.set(&Params::exponentials, retained_at(retained.layout.exponentials) + row)
         .set(&Params::references, retained.references)
         .set(&Params::stale, retained.stale)
-        .set(&Params::own_sums, workspace_at(layout.sums))
+        .set(&Params::own_sums, layout.sums.student)
         .set(&Params::block_bytes, retained.layout.block_bytes)
         .set(&Params::retained_columns, retained.layout.columns);
     return build_with_rows(std::move(launch), pass.spec, row_numbers_at(pass.rows));
@@ -73,19 +74,22 @@ Statement stale_launch(const ForwardPass& pass, const ForwardLayoutLt& layout, c
 
 // ---- A divergence from a teacher's head.
 
-/// Every stretch of the vocabulary: both heads' products, and what `kernel` sums up of them.
-Statement heads_step(const ForwardPass& pass, const ForwardLayoutLt& layout, KernelRole kernel) {
+/// Every stretch of `columns`: both heads' products, and what `kernel` sums up of them. `begins`: whether no column comes before them.
+Statement heads_step(const ForwardPass& pass, const ForwardLayoutLt& layout, KernelRole kernel, const HeadsColumns& columns,
+                     const Expr& begins) {
     using Params = LtDivergenceParams;
     const Spec& spec = pass.spec;
-    const ColumnRange piece = piece_of(pass);
+    const std::int64_t width = columns.sums.tile.block_n;
+    const Expr first = columns.first + variable(kPieceLoop) * width;
+    const ColumnRange piece{first, min(columns.end - first, width)};
     LaunchBuilder<Params> launch(
         LaunchBuilder<LtForwardParams>(forward_launch(pass, kernel, ceil_div(pass.rows.count, 2 * kLtThreads / 32), pass.splits)));
-    launch.set(&Params::sums, workspace_at(layout.sums))
-        .set(&Params::ld, pass.plan.cuda.forward.block_n)
+    launch.set(&Params::sums, columns.sums.student)
+        .set(&Params::ld, width)
         .set(&Params::first_column, piece.first)
         .set(&Params::columns, piece.count)
-        .set(&Params::first, equal(variable(kPieceLoop), 0))
-        .set(&Params::teacher_sums, workspace_at(layout.teacher_sums))
+        .set(&Params::first, begins && equal(variable(kPieceLoop), 0))
+        .set(&Params::teacher_sums, columns.sums.teacher)
         .set(&Params::teacher_bias, slot(Slot::teacher_bias))
         .set(&Params::lse, slot(Slot::lse) + pass.rows.base * 4)
         .set(&Params::teacher_lse, slot(Slot::teacher_lse) + pass.rows.base * 4)
@@ -93,15 +97,25 @@ Statement heads_step(const ForwardPass& pass, const ForwardLayoutLt& layout, Ker
         .set_float(&Params::beta, static_cast<float>(spec.divergence_beta));
     const RetainedHeads retained = retained_heads(spec, pass.plan);
     set_retained_heads(launch, retained, pass.rows.base);
-    const Matrix sums{workspace_at(layout.teacher_sums), pass.plan.cuda.forward.block_n};
     // A second walk finds logits that the first has retained.
     const Expr multiplies = kernel == KernelRole::divergence_mixture ? less(retained.columns, piece.first + piece.count) : Expr(1);
-    std::vector<Statement> products = {product(pass, layout, piece),
-                                       teacher_gemm(spec, pass.plan, {pass.rows.first, pass.rows.count}, {piece.first, piece.count}, sums,
-                                                    workspace_at(layout.gemm_workspace))};
+    std::vector<Statement> products = {product(pass, layout, piece, columns.sums),
+                                       teacher_gemm(spec, pass.plan, {pass.rows.first, pass.rows.count}, {piece.first, piece.count},
+                                                    {columns.sums.teacher, width}, workspace_at(layout.gemm_workspace))};
     std::vector<Statement> steps = {{If{multiplies, std::move(products)}},
                                     build_with_rows(std::move(launch), spec, row_numbers_at(pass.rows))};
-    return {Loop{kPieceLoop, ceil_div(pass.columns.count, std::int64_t{pass.plan.cuda.forward.block_n}), std::move(steps)}};
+    return {Loop{kPieceLoop, ceil_div(columns.end - columns.first, width), std::move(steps)}};
+}
+
+/// A walk over the vocabulary.
+std::vector<Statement> walk_steps(const ForwardPass& pass, const ForwardLayoutLt& layout, KernelRole kernel) {
+    std::vector<Statement> steps;
+    Expr begins = 1;
+    for (const HeadsColumns& columns : layout.heads) {
+        steps.push_back(heads_step(pass, layout, kernel, columns, begins));
+        begins = begins && !less(columns.first, columns.end);
+    }
+    return steps;
 }
 
 }  // namespace
@@ -111,7 +125,7 @@ LaunchProgram divergence_program(const Spec& spec, const Device& device, const P
     ForwardPass pass(spec, plan, source, layout);
     pass.splits = forward_splits(device, plan, pass.rows.count);
     const auto walk = [&](KernelRole kernel, bool mixture) {
-        std::vector<Statement> steps = with_columns(spec, {heads_step(pass, layout, kernel)});
+        std::vector<Statement> steps = with_columns(spec, walk_steps(pass, layout, kernel));
         steps.push_back(divergence_outputs_launch(pass, mixture));
         if (!is_shard(spec)) return steps;
         const Expr asked = equal(slot(Slot::walk), static_cast<std::int64_t>(mixture ? WalkCode::mixture : WalkCode::sums));

@@ -105,10 +105,17 @@ CudaProgram generate(const Spec& spec, const Device& device, const Plan& plan) {
     CudaProgram program = program_of(spec, kernels);
     program.forward = (has_teacher_head(spec) ? divergence_program : forward_program)(spec, device, plan, kernels, forward);
     program.forward_workspace_bytes = forward.total;
+    if (retained_heads(spec, plan).lendable.constant() == nullptr) {
+        const ForwardLayoutLt lent = lent_forward_layout(spec, plan);
+        LaunchProgram wide = divergence_program(spec, device, with_lent_tile(plan), kernels, lent);
+        program.forward.body = {{If{is_lent(), std::move(wide.body)}}, {If{!is_lent(), std::move(program.forward.body)}}};
+        program.forward_workspace_bytes = max(forward.total, lent.total);
+    }
     program.backward = backward_program(spec, plan, kernels, backward);
     program.backward_workspace_bytes = backward.total;
-    program.retained_bytes = has_teacher_head(spec) ? retained_heads(spec, plan).most : forward.retained.most;
-    program.lendable_bytes = forward.retained.lendable;
+    const RetainedHeads heads = retained_heads(spec, plan);
+    program.retained_bytes = has_teacher_head(spec) ? heads.most : forward.retained.most;
+    program.lendable_bytes = has_teacher_head(spec) ? heads.lendable : forward.retained.lendable;
     return program;
 }
 
@@ -130,8 +137,10 @@ constinit const CudaPath kPathLt{
     .calls_library = true,
     .problem = lt::problem,
     .tile_problem = lt::tile_problem,
+    .lent_tile_problem = lt::lent_tile_problem,
     .least_scratch_bytes = lt::least_scratch_bytes,
     .tiles = lt::tile_candidates,
+    .lent_tiles = lt::lent_tiles,
     .rate_share = lt::rate_share,
     .tile_rate = lt::tile_rate,
     .forward_cost = lt::forward_cost,

@@ -1,6 +1,8 @@
 // The path cuda_lt: products by cuBLASLt, of a stretch of the vocabulary at a time, and kernels between them.
 #pragma once
 
+#include <vector>
+
 #include "generator/cuda/common/cuda_path.hpp"
 #include "generator/cuda/common/launch_builder.hpp"
 #include "generator/cuda/common/source.hpp"
@@ -16,16 +18,21 @@ namespace lt {
 // Candidates and speeds.
 [[nodiscard]] Reason tile_problem(const Spec& spec, const Device& device, GemmRole role, const GemmTile& tile);
 [[nodiscard]] std::span<const TileCandidate> tile_candidates(DType dtype);
+[[nodiscard]] Reason lent_tile_problem(const Spec& spec, const GemmTile& tile);
+[[nodiscard]] std::span<const GemmTile> lent_tiles(const Spec& spec);
 [[nodiscard]] double rate_share(const Device& device);
 [[nodiscard]] TileRate tile_rate(const Spec& spec, const Device& device, GemmRole role, const GemmTile& tile);
 [[nodiscard]] Cost forward_cost(const Spec& spec, const Device& device, const Plan& plan, double num_tokens, double retained);
 [[nodiscard]] Cost backward_cost(const Spec& spec, const Device& device, const Plan& plan, double num_tokens, double retained);
 
-/// Logits of both heads that a divergence retains: LtRetainedHeads. A function of Slot::retained_bytes, so that both passes agree.
+/// Logits of both heads that a divergence retains: LtRetainedHeads. A function of Slot::retained_bytes and retained_in_grad_weight, so that
+/// both passes agree. In grad_weight's memory a block is at least as long as its classes' gradient, so that a gradient overwrites only
+/// blocks of its own classes and of those before them.
 struct RetainedHeads {
     Expr columns{0};
     Expr block_bytes{0};
-    Expr most{0};  ///< most bytes that there is a use for
+    Expr most{0};      ///< most bytes that there is a use for
+    Expr lendable{0};  ///< bytes of grad_weight that may be lent; 0 where its memory will not do
 };
 [[nodiscard]] RetainedHeads retained_heads(const Spec& spec, const Plan& plan);
 /// Sets the fields of an LtRetainedHeads, of rows from `first_row` on.
@@ -38,25 +45,58 @@ void set_retained_heads(LaunchBuilder<Params>& launch, const RetainedHeads& head
         .set(&Params::retained, &LtRetainedHeads::columns, heads.columns);
 }
 
-// Layouts: those of every path, and this path's places beside. `sums`: hidden · weightᵀ of one call of the library, fp32.
+/// Whether forward's call has grad_weight's memory lent.
+[[nodiscard]] Expr is_lent();
+
+/// Places of sums hidden · weightᵀ of one call of the library, fp32: addresses.
+struct SumsPlace {
+    GemmTile tile;
+    Expr student{0};
+    Expr teacher{0};  ///< where the spec has a teacher's head
+};
+
+/// Columns that a divergence's forward computes with sums of one size.
+struct HeadsColumns {
+    Expr first;
+    Expr end;
+    SumsPlace sums;
+};
+
+// Layouts: those of every path, and this path's places beside.
 struct ForwardLayoutLt : ForwardLayout {
     RetainedLayout retained;
-    Expr sums{0};
-    Expr teacher_sums{0};  ///< where the spec has a teacher's head
+    SumsPlace sums;
+    std::vector<HeadsColumns> heads;  ///< the whole vocabulary in the order of forward, where the spec has a teacher's head
     Expr gemm_workspace{0};
     Expr top_keys{0};  ///< lists of classes and their states, where the spec has a top_k
     Expr top_states{0};
 };
 struct BackwardLayoutLt : BackwardLayout {
     RetainedLayout retained;  ///< retained memory that backward reads
-    Expr sums{0};
-    Expr teacher_sums{0};
+    SumsPlace sums;
     Expr gemm_workspace{0};
     Expr factors{0};  ///< Gemm::factors of grad_weight
     Expr operand{0};  ///< [N, D] in the spec's dtype, where no other place is free for hidden states that grad_weight's products read
 };
 [[nodiscard]] ForwardLayoutLt forward_layout(const Spec& spec, const Plan& plan);
+/// The layout of a forward that has grad_weight's memory, at whose end the sums lie until retained logits come there; the plan has a lent
+/// tile.
+[[nodiscard]] ForwardLayoutLt lent_forward_layout(const Spec& spec, const Plan& plan);
 [[nodiscard]] BackwardLayoutLt backward_layout(const Spec& spec, const Plan& plan);
+
+/// A part of a divergence's vocabulary that backward walks in chunks of one kind, `first` to `end`.
+struct HeadsStretch {
+    Expr first{0};
+    Expr end{0};
+    Expr chunks{0};
+    Expr width{0};
+    Expr dlogits{0};  ///< address
+    SumsPlace sums;
+    bool retained = false;  ///< logits are read from retained memory, and no sums are made
+};
+/// The whole vocabulary, in order. While grad_weight's memory is free from some column on, sums lie at its end, and with very many tokens
+/// dlogits behind them; a chunk's gradient never reaches its own dlogits, and no gradient before it has reached its sums.
+[[nodiscard]] std::vector<HeadsStretch> heads_stretches(const Spec& spec, const Plan& plan, const BackwardLayoutLt& layout);
 [[nodiscard]] std::int64_t least_scratch_bytes(const Spec& spec, const Plan& plan);
 /// Parts of a stretch that a launch of forward over `rows` tokens reduces apart.
 [[nodiscard]] Expr forward_splits(const Device& device, const Plan& plan, const Expr& rows);
@@ -65,6 +105,8 @@ struct BackwardLayoutLt : BackwardLayout {
 /// Forward where the spec has a teacher's head.
 [[nodiscard]] LaunchProgram divergence_program(const Spec& spec, const Device& device, const Plan& plan, const CudaSource& source,
                                                const ForwardLayoutLt& layout);
+/// `plan` with its lent tile as forward's.
+[[nodiscard]] Plan with_lent_tile(Plan plan);
 [[nodiscard]] LaunchProgram forward_program(const Spec& spec, const Device& device, const Plan& plan, const CudaSource& source,
                                             const ForwardLayoutLt& layout);
 [[nodiscard]] LaunchProgram backward_program(const Spec& spec, const Plan& plan, const CudaSource& source, const BackwardLayoutLt& layout);

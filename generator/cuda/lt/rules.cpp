@@ -1,11 +1,13 @@
 // The calls of the library that the planner considers for cuda_lt, and how long they take.
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <array>
 
 #include "generator/chunk_cost.hpp"
 #include "generator/cuda/common/gemm_cost.hpp"
 #include "generator/cuda/lt/path.hpp"
+#include "generator/planner.hpp"
 #include "templates/common/divergence_math.cuh"
 #include "templates/lt/params.cuh"
 
@@ -20,6 +22,14 @@ constexpr std::array kTiles = {
     TileCandidate{{2048, 1024, 1, 1, 1, 1}, 0.88}, TileCandidate{{1024, 1024, 1, 1, 1, 1}, 0.78},
     TileCandidate{{512, 512, 1, 1, 1, 1}, 0.60},   TileCandidate{{1, 1, 1, 1, 1, 1}, 1.0},  // products of backward, which are made at once
 };
+
+// Sums in grad_weight's memory, of both heads, and those for a gradient of less than twice as many bytes as the first take. Wider ones
+// leave less of a mixture's memory to retained logits.
+constexpr std::array kLentTiles = {GemmTile{4096, 4096, 1, 1, 1, 1}, GemmTile{4096, 2048, 1, 1, 1, 1}, GemmTile{4096, 8192, 1, 1, 1, 1}};
+constexpr std::array kSmallLentTiles = {GemmTile{4096, 2048, 1, 1, 1, 1}, GemmTile{4096, 4096, 1, 1, 1, 1}};
+constexpr std::int64_t kSmallGradient = std::int64_t{2} * 2 * 4 * 4096 * 4096;
+
+bool may_lend_to_heads(const Spec& spec) { return has_teacher_head(spec) && may_lend_grad_weight(spec) && !rounds_weight(spec); }
 
 bool of_logits(GemmRole role) { return role == GemmRole::forward || role == GemmRole::forward_retain || role == GemmRole::dlogits; }
 
@@ -56,6 +66,28 @@ Reason tile_problem(const Spec& /*spec*/, const Device& /*device*/, GemmRole rol
     return std::nullopt;
 }
 
+Reason lent_tile_problem(const Spec& spec, const GemmTile& tile) {
+    constexpr int kMost = 16384;
+    if (tile == GemmTile{}) return std::nullopt;
+    if (!may_lend_to_heads(spec)) {
+        return std::string("only a divergence's logits lie in grad_weight's memory, where that is vocab_major and not accumulated into");
+    }
+    if (tile.block_m < kLtBlockRows || tile.block_m > kMost || tile.block_m % kLtBlockRows != 0) {
+        return fmt::format("{} tokens: must be a multiple of {} and at most {}", tile.block_m, +kLtBlockRows, kMost);
+    }
+    if (tile.block_n < kLtTileColumns || tile.block_n > kMost || tile.block_n % kLtTileColumns != 0) {
+        return fmt::format("{} columns: must be a multiple of {} and at most {}", tile.block_n, +kLtTileColumns, kMost);
+    }
+    return std::nullopt;
+}
+
+std::span<const GemmTile> lent_tiles(const Spec& spec) {
+    if (!may_lend_to_heads(spec)) return {};
+    const std::int64_t gradient = spec.vocab_size * spec.hidden_size * static_cast<std::int64_t>(element_bytes(spec.grad_weight_dtype));
+    if (gradient < kSmallGradient) return kSmallLentTiles;
+    return kLentTiles;
+}
+
 std::span<const TileCandidate> tile_candidates(DType /*dtype*/) { return kTiles; }
 
 /// Measured on an H200, where the power limit decides; elsewhere it is assumed that the library loses as much of the dense rate.
@@ -83,6 +115,16 @@ Cost forward_cost(const Spec& spec, const Device& device, const Plan& plan, doub
     return cost;
 }
 
+/// Part of the vocabulary whose logits backward computes with sums of the plan's lent tile: what is not retained, but for the classes whose
+/// gradient lies where those sums would.
+double lent_part(const Spec& spec, const Plan& plan, double num_tokens, double retained) {
+    if (!has_lent_tile(plan)) return 0;
+    const GemmTile& tile = plan.cuda.lent;
+    const double gradient_row = static_cast<double>(spec.hidden_size) * static_cast<double>(element_bytes(spec.grad_weight_dtype));
+    const double sums = 8 * std::min(num_tokens, static_cast<double>(tile.block_m)) * tile.block_n;
+    return std::max(0.0, 1 - retained - sums / gradient_row / static_cast<double>(spec.vocab_size));
+}
+
 Cost backward_cost(const Spec& spec, const Device& device, const Plan& plan, double num_tokens, double retained) {
     const double n = num_tokens;
     const double d = static_cast<double>(spec.hidden_size);
@@ -100,9 +142,12 @@ Cost backward_cost(const Spec& spec, const Device& device, const Plan& plan, dou
     const double between = n * again * (2 + 4 * static_cast<double>(heads));
     Cost cost{.flops = 4 * n * kept * d + n * again * (6 * d + 2 * of_teacher),
               .bytes = between + n * again * 8 + n * kept * 4 + gradient + sums};
-    const double calls = (1 + static_cast<double>(heads)) * calls_of(plan.cuda.dlogits, n, again) + 2 * (chunks + blocks) + 4;
+    const double wide = std::min(lent_part(spec, plan, n, retained) * static_cast<double>(spec.vocab_size), again);
+    const double pieces = calls_of(plan.cuda.dlogits, n, again - wide) + (wide > 0 ? calls_of(plan.cuda.lent, n, wide) : 0);
+    const double calls = (1 + static_cast<double>(heads)) * pieces + 2 * (chunks + blocks) + 4;
     cost.seconds = seconds_of(device, 4 * n * (kept + again) * d, 1.0, calls, between + sums) +
-                   seconds_of(device, 2 * n * again * (d + of_teacher), efficiency_of(plan.cuda.dlogits), 0, 0);
+                   seconds_of(device, 2 * n * (again - wide) * (d + of_teacher), efficiency_of(plan.cuda.dlogits), 0, 0) +
+                   seconds_of(device, 2 * n * wide * (d + of_teacher), 1.0, 0, 0);
     add_rounding(spec, device, cost);
     return cost;
 }

@@ -12,7 +12,7 @@ namespace {
 ChunkGemms chunk_gemms(const BackwardPassSm80& pass, const Stretch& stretch) {
     const Spec& spec = pass.spec;
     const CudaPlan& tiles = pass.plan.cuda;
-    const Chunk chunk = chunk_of(pass, stretch);
+    const Chunk chunk = chunk_of(stretch);
     const RowBlock rows = row_block(pass, kRowBlockLoop);
     const GradWeightExtents weight = grad_weight_extents(spec, chunk.columns);
     const Expr sum = sum_at(pass) + rows.first * (spec.hidden_size * 4);

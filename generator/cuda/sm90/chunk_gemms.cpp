@@ -87,7 +87,7 @@ Statement grad_weight_step(const BackwardPassSm90& pass, const Chunk& chunk, con
 }  // namespace
 
 ChunkGemms chunk_gemms(const BackwardPassSm90& pass, const Stretch& stretch) {
-    const Chunk chunk = chunk_of(pass, stretch);
+    const Chunk chunk = chunk_of(stretch);
     const RowBlock rows = row_block(pass, kRowBlockLoop);
     return {
         .dlogits = dlogits_step(pass, chunk, rows),

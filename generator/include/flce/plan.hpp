@@ -60,6 +60,7 @@ struct CudaPlan {
     GemmTile grad_weight{};  ///< M vocabulary, N hidden, K tokens
     int raster = 8;          ///< tile rows that walk together over the other dimension, so that one operand stays in L2
     LibraryPlan library{};   ///< meaningful for path == cuda_lt
+    GemmTile lent{};         ///< logits tile of cuda_lt in grad_weight's memory, of a divergence: tokens, vocabulary; zeros: none there
     friend bool operator==(const CudaPlan&, const CudaPlan&) = default;
 };
 
@@ -87,12 +88,16 @@ struct Plan {
 
     /// Canonical text: path, strategy and every key of that path, for example
     /// "cuda_sm80:recompute,chunk=16384,scratch=67108864,forward=128x256x32x3/2x4,…,raster=8" (tiles are block_m x block_n x block_k x
-    /// stages / warps_m x warps_n), "cuda_lt:retain,chunk=…,scratch=…,forward=4096x2048,dlogits=4096x2048,cublaslt=0,algorithms=0/0/0" or
-    /// "cpu:recompute,vector=512,bf16_dot=0,micro=14x32,block=…,chunk=…,scratch=…". parse_plan reads the text back to an equal Plan.
+    /// stages / warps_m x warps_n), "cuda_lt:retain,chunk=…,scratch=…,forward=4096x2048,dlogits=4096x2048,cublaslt=0,algorithms=0/0/0" (with ",lent=4096x4096" behind it
+    /// where logits may lie in grad_weight's memory) or "cpu:recompute,vector=512,bf16_dot=0,micro=14x32,block=…,chunk=…,scratch=…".
+    /// parse_plan reads the text back to an equal Plan.
     [[nodiscard]] std::string text() const;
     /// A JSON object as text, with the same keys after "path" and "strategy"; parse_plan_json reads it back.
     [[nodiscard]] std::string json() const;
 };
+
+/// Whether logits of both heads may lie in grad_weight's memory with such a plan, until backward writes it.
+[[nodiscard]] constexpr bool has_lent_tile(const Plan& plan) noexcept { return plan.cuda.lent.block_n > 0; }
 
 /// Throws PlanError for an unknown, repeated or missing key and for a bad value.
 [[nodiscard]] Plan parse_plan(std::string_view text);

@@ -186,6 +186,9 @@ class Inputs(NamedTuple):
     def tensors(self) -> dict[str, Tensor | None]:
         return {name: getattr(self, name) for name in TENSORS}
 
+    def retained_of(self) -> tuple[Tensor | None, ...]:
+        return self.hidden, self.weight, self.target, self.temperature
+
     def of_classes(self) -> dict[str, Tensor | None]:
         """Tensors with a number for every class, by name."""
         return {name: getattr(self, name) for name in OF_CLASSES}

@@ -12,7 +12,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -104,6 +104,13 @@ class Choices:
         return bool(retain.gradient and (self.may_lend(retain) or (own and self.under(limit, lend=False).size)))
 
 
+class ReadAgain(Protocol):
+    """Inputs that a forward and its backward are given."""
+
+    def retained_of(self) -> tuple[Tensor | None, ...]:
+        """Tensors that the retained numbers depend on."""
+
+
 class Alive:
     """The losses of layers of one size on one device whose weight gradient is still to come. Memory is lent where there is one at a time:
     the first of several would hold its gradient's memory through the forwards and backwards of the others. Whether there will be several
@@ -149,7 +156,7 @@ class Retained:
         "lent",
     )
 
-    def __init__(self, kernel: LoadedKernel, given: Inputs, alive: Alive | None, memory_budget: MemoryBudget | None = None) -> None:
+    def __init__(self, kernel: LoadedKernel, given: ReadAgain, alive: Alive | None, memory_budget: MemoryBudget | None = None) -> None:
         self._kernel = kernel
         self._budget = memory_budget
         self._addresses = _addresses(given)
@@ -167,7 +174,7 @@ class Retained:
         self._captured = memory.is_cuda and torch.cuda.is_current_stream_capturing()
 
     @contextmanager
-    def taken(self, kernel: LoadedKernel, given: Inputs, *, weight: bool) -> Iterator[tuple[Tensor | None, bool]]:
+    def taken(self, kernel: LoadedKernel, given: ReadAgain, *, weight: bool) -> Iterator[tuple[Tensor | None, bool]]:
         """The memory for one backward, or None, and whether the weight's gradient is to be written over it. Lent memory that has been
         written over is gone with its contents; after any failure meanwhile it counts as gone, too."""
         memory = None
@@ -222,10 +229,8 @@ class Retained:
         return OrderedDict, ()
 
 
-def _addresses(given: Inputs) -> tuple[int, int, int, int]:
-    """Addresses of the tensors that the retained numbers depend on."""
-    temperature = given.temperature
-    return given.hidden.data_ptr(), given.weight.data_ptr(), given.target.data_ptr(), 0 if temperature is None else temperature.data_ptr()
+def _addresses(given: ReadAgain) -> tuple[int, ...]:
+    return tuple(0 if each is None else each.data_ptr() for each in given.retained_of())
 
 
 def prepare(kernel: LoadedKernel, given: Inputs, choices: Choices) -> tuple[Retained | None, Tensor | None]:
@@ -241,7 +246,7 @@ def prepare(kernel: LoadedKernel, given: Inputs, choices: Choices) -> tuple[Reta
         return None, None
     may_lend = choices.may_lend(retain)
     retained = Retained(kernel, given, kernel.alive if may_lend else None, shared)
-    lend = may_lend and (retain.choice == ALWAYS or (kernel.alive.alone() and not _capturing(given.hidden)))
+    lend = may_lend and lends(kernel, retain.choice, given.hidden)
     if shared is not None and not (lend and choices.under(limit, lend=True).lent):
         return retained, _of_budget(retained, shared, kernel, choices)
     choice = choices.under(limit, lend=lend)
@@ -250,6 +255,11 @@ def prepare(kernel: LoadedKernel, given: Inputs, choices: Choices) -> tuple[Reta
     memory = kernel.new_grad_weight(given.weight) if choice.lent else kernel.new_bytes(choice.size)
     retained.keep(memory, lent=choice.lent)
     return retained, memory
+
+
+def lends(kernel: LoadedKernel, choice: int, hidden: Tensor) -> bool:
+    """Whether a forward that may lend the weight's gradient does, by the caller's choice. It is among `kernel.alive`."""
+    return choice == ALWAYS or (choice == AUTOMATIC and kernel.alive.alone() and not _capturing(hidden))
 
 
 def _of_budget(retained: Retained, shared: MemoryBudget, kernel: LoadedKernel, choices: Choices) -> Tensor | None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flce import errors
 from flce.call import _op
-from flce.core import _kernels, _native
+from flce.core import _kernels, _native, _retain
 from flce.core._frame import is_hidden_major
 from flce.operators import _passes
 from flce.operators._passes import IGNORED as IGNORED
@@ -46,6 +46,9 @@ class _Heads(NamedTuple):
         given = {"bias": self.bias is not None, "temperature": self.temperature is not None}
         return _passes.kernel_of(self.hidden, self.weight, options, workspace_limit_bytes, place, **given)
 
+    def retained_of(self) -> tuple[Tensor | None, ...]:
+        return tuple(self)
+
     def as_read(self) -> dict[str, Tensor]:
         return _passes.as_read(self._replace(target=self.targets())._asdict(), self.weight)
 
@@ -58,21 +61,41 @@ def _forward_kernel(*given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     kernel = heads.kernel(options, workspace_limit_bytes, place)
     num_tokens = heads.hidden.shape[0]
     divergence, saved, entropies = (kernel.new_floats(shape) for shape in (num_tokens, (len(_SAVED), num_tokens), (2, num_tokens)))
-    retained = kernel.new_bytes(_retained_bytes(kernel, num_tokens, workspace_limit_bytes, place) if retain else 0)
+    kept, memory = _retained(kernel, heads, workspace_limit_bytes, place, _retain.Retain.of_bits(retain))
+    lent = kept is not None and kept.lent
     written = dict(zip(_SAVED, saved.unbind(0), strict=True))
     written |= {"loss": divergence, "entropy": entropies[0], "teacher_entropy": entropies[1]}
     read = heads.as_read()
     for walk in (_passes.SUMS, _passes.MIXTURE)[: 2 if mixes and place is not None else 1]:
-        _passes.forward(kernel, place, read, written, retained=retained, walk=walk)
-    return divergence, saved, entropies, retained
+        _passes.forward(kernel, place, read, written, retained=memory, lent=lent, walk=walk)
+    if kept is not None:
+        _retain.attach(kept, saved)
+    return divergence, saved, entropies, kernel.new_bytes(0) if memory is None or lent else memory
 
 
-def _retained_bytes(kernel: _kernels.LoadedKernel, num_tokens: int, workspace_limit_bytes: int, place: _passes.Place | None) -> int:
-    """Bytes for logits that a limit leaves; none without one."""
-    if not kernel.retains or not workspace_limit_bytes or (place is not None and place.shard.classes == 0):
-        return 0
-    classes = 0 if place is None else place.shard.classes
-    return _native.choose_retained(kernel._handle, num_tokens, workspace_limit_bytes, False, _LEAST_WORK, classes)[1]
+def _retained(
+    kernel: _kernels.LoadedKernel, heads: _Heads, limit: int, place: _passes.Place | None, retain: _retain.Retain
+) -> tuple[_retain.Retained | None, Tensor | None]:
+    """Memory for logits that forward is to fill, or None: the weight's gradient's, or what a limit leaves. The first result stands for a
+    forward that may lend, and is attached to what it saves."""
+    if not kernel.retains or not retain.gradient or (place is not None and place.shard.classes == 0):
+        return None, None
+    num_tokens, classes = heads.hidden.shape[0], 0 if place is None else place.shard.classes
+
+    def choice(limit: int, lend: bool) -> _retain.Choice:
+        where, size = _native.choose_retained(kernel._handle, num_tokens, limit, lend, _LEAST_WORK, classes)
+        return _retain.Choice(where == _native.RETAINED_GRAD_WEIGHT, size)
+
+    kept = None
+    may_lend = retain.weight and retain.choice != _retain.NEVER and not _retain.under_cudagraph_trees(heads.hidden)
+    if may_lend and place is None and choice(0, True).lent:
+        kept = _retain.Retained(kernel, heads, kernel.alive)
+    chosen = choice(limit, kept is not None and _retain.lends(kernel, retain.choice, heads.hidden))
+    if kept is not None and chosen.lent:
+        memory = kernel.new_grad_weight(heads.weight)
+        kept.keep(memory, lent=True)
+        return kept, memory
+    return kept, kernel.new_bytes(chosen.size) if limit and chosen.size else None
 
 
 def _backward_kernel(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -84,14 +107,25 @@ def _backward_kernel(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
     if list(saved.shape) != [len(_SAVED), num_tokens] or list(grad_divergence.shape) != [num_tokens]:
         raise errors.ShapeError("something changed the tensors of a divergence between forward and backward")
     read = heads.as_read()
-    made: dict[str, Tensor] = {}
-    for name, want in zip(("hidden", "weight", "bias"), wanted, strict=True):
-        if want:
-            made[f"grad_{name}"] = torch.empty_like(read[name])
     upstream = grad_divergence.resolve_neg().contiguous()
     numbers = dict(zip(_SAVED, saved.contiguous().unbind(0), strict=True)) | {"grad_loss": upstream}
-    if made:
-        _passes.backward(kernel, place, read | numbers, made, retained)
+
+    def run(memory: Tensor | None, overwrite: bool, lent: bool) -> dict[str, Tensor]:
+        made: dict[str, Tensor] = {}
+        for name, want in zip(("hidden", "weight", "bias"), wanted, strict=True):
+            if want:
+                made[f"grad_{name}"] = memory if overwrite and name == "weight" and memory is not None else torch.empty_like(read[name])
+        if made:
+            _passes.backward(kernel, place, read | numbers, made, memory, lent=lent)
+        return made
+
+    kept = _retain.of(saved)
+    if kept is None:
+        made = run(retained, False, False)
+    else:
+        with kept.taken(kernel, heads, weight=wanted[1]) as (memory, overwrite):
+            made = run(retained if memory is None else memory, overwrite, memory is not None)
+            del memory
     if "grad_weight" in made and kernel.key.hidden_major:
         made["grad_weight"] = made["grad_weight"].t()
     none = upstream.new_empty(0)
@@ -129,7 +163,7 @@ _HEADS = (
 _MADE = "(Tensor divergence, Tensor saved, Tensor entropies, Tensor retained)"
 _UPSTREAM = "Tensor grad_divergence, Tensor saved, Tensor retained"
 _SCHEMAS = {
-    "linear_divergence": f"({_HEADS}, bool mixes, bool retain) -> {_MADE}",
+    "linear_divergence": f"({_HEADS}, bool mixes, int retain) -> {_MADE}",
     "linear_divergence_backward": f"({_UPSTREAM}, {_HEADS}, bool[3] wanted) -> (Tensor, Tensor, Tensor)",
 }
 _WAYS = {"linear_divergence": "_forward", "linear_divergence_backward": "_backward"}

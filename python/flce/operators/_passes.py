@@ -107,13 +107,14 @@ def forward(
     written: dict[str, Tensor],
     *,
     retained: Tensor | None = None,
+    lent: bool = False,
     walk: int = SUMS,
 ) -> None:
-    """Forward, and over ranks the merge of all ranks' sums. A second walk reads what the first has written."""
+    """Forward, and over ranks the merge of all ranks' sums. A second walk reads what the first has written. `lent`: `retained` is memory of
+    the weight's gradient."""
     num_tokens = read["target"].shape[0]
     args = _native.call_arguments().forward()
-    if retained is not None and retained.numel():
-        args.retained, args.retained_bytes = retained.data_ptr(), retained.numel()
+    _retain_in(args, retained, lent)
     word = _view(kernel, _native.UINT64, kernel.invalid_label.data_ptr(), ())
     size = kernel.workspace_bytes(num_tokens, backward=False)
     if place is None:
@@ -133,13 +134,24 @@ def forward(
     run(kernel, merge, kernel._library.flce_kernel_merge, of_merge, size)
 
 
+def _retain_in(args: Any, retained: Tensor | None, lent: bool) -> None:
+    if retained is not None and retained.numel():
+        args.retained, args.retained_bytes = retained.data_ptr(), retained.nbytes
+        args.retained_place = _native.RETAINED_GRAD_WEIGHT if lent else _native.RETAINED_OWN
+
+
 def backward(
-    kernel: _kernels.LoadedKernel, place: Place | None, read: dict[str, Tensor], made: dict[str, Tensor], retained: Tensor
+    kernel: _kernels.LoadedKernel,
+    place: Place | None,
+    read: dict[str, Tensor],
+    made: dict[str, Tensor],
+    retained: Tensor | None,
+    *,
+    lent: bool = False,
 ) -> None:
-    """Backward; over ranks grad_hidden is the sum of all ranks'."""
+    """Backward; over ranks grad_hidden is the sum of all ranks'. `lent`: forward's."""
     args = _native.call_arguments().backward()
-    if retained.numel():
-        args.retained, args.retained_bytes = retained.data_ptr(), retained.numel()
+    _retain_in(args, retained, lent)
     if place is not None:
         args.vocab_start = place.shard.vocab_start
     run(kernel, args, kernel.backward_function, read | made, kernel.workspace_bytes(read["target"].shape[0]))

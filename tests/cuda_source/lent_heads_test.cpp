@@ -1,0 +1,342 @@
+// Programs of a divergence whose logits lie in grad_weight's memory until backward writes it: whatever a launch or a product reads, nobody
+// has written over it since it was made, in that memory and in the workspace.
+#include <fmt/core.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <iterator>
+#include <map>
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "flce/plan.hpp"
+#include "generator/cuda_program.hpp"
+#include "generator/planner.hpp"
+#include "templates/lt/params.cuh"
+#include "tests/cuda_source/recorded_launch.hpp"
+
+namespace flce::lent_heads {
+namespace {
+
+using test::InterpretedGemm;
+using test::InterpretedLaunch;
+using test::Recorded;
+
+constexpr std::int64_t kOwn = std::int64_t{99} << 44;
+
+enum class Kept { none, own, lent };
+
+struct Case {
+    const char* name;
+    const char* spec;
+    std::int64_t tokens;
+    Kept kept = Kept::lent;
+    std::int64_t scratch = 64 << 20;
+    std::pair<int, int> tile{};  ///< the plan's lent tile; zeros: the planner's
+};
+
+/// Contents of memory: what was written last, by ranges that do not meet.
+class Memory {
+public:
+    void write(std::int64_t begin, std::int64_t bytes, const std::string& what) {
+        if (bytes <= 0) return;
+        const std::int64_t end = begin + bytes;
+        split(begin);
+        split(end);
+        ranges_.erase(ranges_.lower_bound(begin), ranges_.lower_bound(end));
+        ranges_[begin] = {end, what};
+    }
+    void expect(std::int64_t begin, std::int64_t bytes, const std::string& what, const std::string& reader) const {
+        for (std::int64_t at = begin; at < begin + bytes;) {
+            auto found = ranges_.upper_bound(at);
+            if (found != ranges_.begin()) found = std::prev(found);
+            const bool holds = found != ranges_.end() && found->first <= at && at < found->second.end;
+            if (!holds || found->second.what != what) {
+                ADD_FAILURE() << reader << " finds " << (holds ? found->second.what : "nothing") << " and not " << what << " at byte "
+                              << at - begin << " of " << bytes;
+                return;
+            }
+            at = found->second.end;
+        }
+    }
+
+private:
+    struct Content {
+        std::int64_t end;
+        std::string what;
+    };
+    void split(std::int64_t at) {
+        auto after = ranges_.upper_bound(at);
+        if (after == ranges_.begin()) return;
+        const auto range = std::prev(after);
+        if (range->first == at || range->second.end <= at) return;
+        ranges_[at] = range->second;
+        range->second.end = at;
+    }
+    std::map<std::int64_t, Content> ranges_;
+};
+
+std::int64_t bytes_of(DType dtype) { return static_cast<std::int64_t>(element_bytes(dtype)); }
+
+std::int64_t matrix_bytes(std::int64_t rows, std::int64_t columns, std::int64_t ld, std::int64_t element) {
+    return ((rows - 1) * ld + columns) * element;
+}
+
+/// Calls `act` with the ranges of a matrix: one, or one of each row where its rows do not follow one another.
+template <class Act>
+void of_rows(std::int64_t at, std::int64_t rows, std::int64_t columns, std::int64_t ld, std::int64_t element, const Act& act) {
+    if (columns == ld) {
+        act(at, rows * ld * element);
+        return;
+    }
+    for (std::int64_t row = 0; row < rows; ++row) act(at + row * ld * element, columns * element);
+}
+
+std::int64_t address(const void* pointer) { return reinterpret_cast<std::int64_t>(pointer); }
+
+class LentHeads : public testing::TestWithParam<Case> {
+protected:
+    const Case& of = GetParam();
+    Spec spec = parse_spec(of.spec).normalized();
+    Device device = describe_device("h200");
+    Plan plan = planned();
+    CudaProgram program = generate_cuda(spec, device, plan);
+    CallSlots slots = call();
+    Memory memory;
+
+    std::int64_t products_in_gradient = 0;  ///< logits of both heads that products made in grad_weight's memory
+    std::int64_t student_area = 0;          ///< logits of the student's that products made
+    std::int64_t weight_area = 0;
+    std::int64_t hidden_area = 0;
+    std::int64_t retained_read = 0;  ///< logits of one head
+    int generation = 0;              ///< number of the dlogits at hand
+    bool dlogits_read = false;
+
+    Plan planned() const {
+        Plan made = path_plans(spec, device, PlanPath::cuda_lt, {.scratch_bytes = of.scratch}).front();
+        if (of.tile.first > 0) made.cuda.lent = {of.tile.first, of.tile.second, 1, 1, 1, 1};
+        EXPECT_EQ(illegal_reason(spec, device, made), std::nullopt);
+        return made;
+    }
+    CallSlots call() const {
+        CallSlots made = test::made_up_call(of.tokens, {});
+        const auto set = [&](Slot slot, std::int64_t value) { made[static_cast<std::size_t>(slot)] = value; };
+        set(Slot::vocab_columns, spec.vocab_size);
+        set(Slot::weight_rows, spec.padded_vocab_size);
+        if (of.kept == Kept::none) return made;
+        const bool lent = of.kept == Kept::lent;
+        set(Slot::retained, lent ? made[static_cast<std::size_t>(Slot::grad_weight)] : kOwn);
+        set(Slot::retained_bytes, lent ? evaluate(program.lendable_bytes, made) : evaluate(program.retained_bytes, made) / 3);
+        set(Slot::retained_in_grad_weight, lent ? 1 : 0);
+        return made;
+    }
+    [[nodiscard]] std::int64_t slot_of(Slot slot) const { return slots[static_cast<std::size_t>(slot)]; }
+    [[nodiscard]] std::int64_t gradient_row() const { return spec.hidden_size * bytes_of(spec.grad_weight_dtype); }
+    [[nodiscard]] bool in_gradient(std::int64_t at) const {
+        const std::int64_t begin = slot_of(Slot::grad_weight);
+        return begin != 0 && at >= begin && at < begin + spec.padded_vocab_size * gradient_row();
+    }
+
+    // ---- Products.
+
+    void logits(const InterpretedGemm& g) {
+        const bool teacher = g.a >= slot_of(Slot::teacher_hidden) && g.a < slot_of(Slot::teacher_hidden) + (std::int64_t{1} << 44);
+        const Slot of_weight = teacher ? Slot::teacher_weight : Slot::weight;
+        const std::int64_t column = (g.b - slot_of(of_weight)) / (g.k * bytes_of(spec.dtype));
+        EXPECT_EQ(g.k, teacher ? spec.teacher_hidden_size : spec.hidden_size);
+        EXPECT_EQ(g.result % 16, 0);
+        memory.write(g.result, matrix_bytes(g.m, g.n, g.ld, 4), sums_name(teacher, column, g.m, g.n));
+        student_area += teacher ? 0 : g.m * g.n;
+        products_in_gradient += in_gradient(g.result) ? g.m * g.n : 0;
+    }
+    void gradient(const InterpretedGemm& g) {
+        const bool of_weight = g.kind.name == "grad_weight";
+        const std::int64_t rows = of_weight ? g.k : g.m;
+        const std::int64_t columns = of_weight ? g.m : g.k;
+        of_rows(g.a, rows, columns, g.lda, bytes_of(spec.dtype),
+                [&](std::int64_t begin, std::int64_t bytes) { memory.expect(begin, bytes, dlogits_name(), std::string(g.kind.name)); });
+        dlogits_read = true;
+        (of_weight ? weight_area : hidden_area) += rows * columns;
+        if (of_weight) memory.write(g.result, matrix_bytes(g.m, g.n, g.ld, bytes_of(g.kind.result)), "gradient");
+    }
+    static std::string sums_name(bool teacher, std::int64_t column, std::int64_t rows, std::int64_t columns) {
+        return fmt::format("{}'s sums of {} rows from column {} on, {}", teacher ? "teacher" : "student", rows, column, columns);
+    }
+    [[nodiscard]] std::string dlogits_name() const { return fmt::format("dlogits {}", generation); }
+
+    // ---- Launches.
+
+    template <class Params>
+    void expect_sums(const Params& p, std::int64_t ld, const std::string& reader) {
+        const std::int64_t bytes = matrix_bytes(p.rows, p.columns, ld, 4);
+        memory.expect(address(p.sums), bytes, sums_name(false, p.first_column, p.rows, p.columns), reader);
+        memory.expect(address(p.teacher_sums), bytes, sums_name(true, p.first_column, p.rows, p.columns), reader);
+    }
+    /// Calls `act` with the ranges of one tile of both heads that are retained, and what they are called.
+    template <class Act>
+    void of_retained(const LtRetainedHeads& p, std::int64_t rows, std::int64_t column, const Act& act) {
+        const std::int64_t block = address(p.data) + column / kLtTileColumns * p.block_bytes;
+        for (const std::int64_t head : {0, 1}) {
+            const std::string name = fmt::format("logits of head {} from column {} on", head, column);
+            act(block + (head * p.tokens + p.first_row) * kLtTileColumns * 2, rows * kLtTileColumns * 2, name);
+            act(block + 4 * p.tokens * kLtTileColumns + (head * p.tokens + p.first_row) * 4, rows * 4, name);
+        }
+    }
+    void forward_launch(const LtDivergenceParams& p, bool second) {
+        bool reads_sums = false;
+        for (std::int64_t at = 0; at < p.columns; at += kLtTileColumns) {
+            const std::int64_t column = p.first_column + at;
+            const bool retained = column < p.retained.columns;
+            reads_sums = reads_sums || !(retained && second);
+            if (!retained) continue;
+            of_retained(p.retained, p.rows, column, [&](std::int64_t begin, std::int64_t bytes, const std::string& name) {
+                if (second) {
+                    memory.expect(begin, bytes, name, "a mixture's walk");
+                } else {
+                    memory.write(begin, bytes, name);
+                }
+            });
+        }
+        if (reads_sums) expect_sums(p, p.ld, "forward");
+    }
+    void dlogits_launch(const LtDivergenceDlogitsParams& p, bool of_kept) {
+        if (of_kept) {
+            for (std::int64_t at = 0; at < p.columns; at += kLtTileColumns) {
+                of_retained(p.retained, p.rows, p.first_column + at, [&](std::int64_t begin, std::int64_t bytes, const std::string& name) {
+                    memory.expect(begin, bytes, name, "dlogits of retained logits");
+                });
+            }
+            retained_read += std::int64_t{p.rows} * p.columns;
+        } else {
+            expect_sums(p, p.sums_ld, "dlogits");
+        }
+        if (std::exchange(dlogits_read, false)) ++generation;
+        EXPECT_EQ(address(p.dlogits) % 16, 0);
+        of_rows(address(p.dlogits), p.rows, p.columns, p.ld, bytes_of(spec.dtype),
+                [&](std::int64_t begin, std::int64_t bytes) { memory.write(begin, bytes, dlogits_name()); });
+    }
+    void launch(const InterpretedLaunch& launched) {
+        const Recorded r{program.kernels[static_cast<std::size_t>(launched.kernel)].name, launched};
+        if (r.kernel == "flce_divergence_sums") forward_launch(r.params<LtDivergenceParams>(), false);
+        if (r.kernel == "flce_divergence_mixture") forward_launch(r.params<LtDivergenceParams>(), true);
+        if (r.kernel == "flce_dlogits") dlogits_launch(r.params<LtDivergenceDlogitsParams>(), false);
+        if (r.kernel == "flce_divergence_retained") dlogits_launch(r.params<LtDivergenceDlogitsParams>(), true);
+        if (r.kernel == "flce_finish_weight") {
+            const auto p = r.params<LtFinishWeightParams>();
+            memory.write(address(p.grad_weight), p.columns * gradient_row(), "gradient");
+        }
+    }
+    void walk(const LaunchProgram& pass) {
+        products_in_gradient = student_area = weight_area = hidden_area = retained_read = 0;
+        test::interpret(
+            pass, slots, [&](const InterpretedLaunch& each) { launch(each); }, [](std::int64_t, std::int64_t) {},
+            [&](const InterpretedGemm& g) { g.kind.name == "logits" ? logits(g) : gradient(g); });
+    }
+    [[nodiscard]] std::int64_t walks() const { return spec.divergence_beta > 0 && spec.divergence_beta < 1 ? 2 : 1; }
+};
+
+TEST_P(LentHeads, NothingIsWrittenOverBeforeItIsRead) {
+    const std::int64_t all = of.tokens * spec.vocab_size;
+    ASSERT_TRUE(has_lent_tile(plan)) << plan.text();
+    EXPECT_LE(evaluate(program.forward_workspace_bytes, slots), of.scratch);
+    EXPECT_LE(evaluate(program.backward_workspace_bytes, slots), of.scratch + 4 * of.tokens * spec.hidden_size);
+    ASSERT_TRUE(of.kept != Kept::lent || slot_of(Slot::retained_bytes) > 0);
+    walk(program.forward);
+    EXPECT_EQ(products_in_gradient > 0, of.kept == Kept::lent);
+    EXPECT_LE(student_area, walks() * all);
+    EXPECT_GE(student_area, all);
+
+    // A call that wants the hidden states' gradient alone leaves retained logits where they are.
+    const std::int64_t gradient = std::exchange(slots[static_cast<std::size_t>(Slot::grad_weight)], 0);
+    walk(program.backward);
+    EXPECT_EQ(hidden_area, all);
+    EXPECT_EQ(student_area + retained_read, all);
+    EXPECT_EQ(products_in_gradient + weight_area, 0);
+
+    slots[static_cast<std::size_t>(Slot::grad_weight)] = gradient;
+    walk(program.backward);
+    EXPECT_EQ(hidden_area, all);
+    EXPECT_EQ(weight_area, all);
+    EXPECT_EQ(student_area + retained_read, all);
+    EXPECT_GT(products_in_gradient + retained_read, 0);
+    memory.expect(gradient, spec.vocab_size * gradient_row(), "gradient", "the caller");
+}
+
+/// Parts of all logits, where the memory is as scarce as in a usual layer.
+class LentHeadsOfALayer : public LentHeads {};
+TEST_P(LentHeadsOfALayer, MostLogitsAreOfWideProductsOrRetained) {
+    const auto all = static_cast<double>(of.tokens * spec.vocab_size);
+    walk(program.forward);
+    EXPECT_GE(static_cast<double>(products_in_gradient) / 2 / all, walks() == 1 ? 0.94 : 1.8);
+    walk(program.backward);
+    EXPECT_GE(static_cast<double>(retained_read) / all, walks() == 1 ? 0.24 : 0.19);
+    EXPECT_LE((static_cast<double>(student_area) - static_cast<double>(products_in_gradient) / 2) / all, 0.11);
+}
+INSTANTIATE_TEST_SUITE_P(Calls, LentHeadsOfALayer,
+                         testing::Values(Case{"Plain", "D=2048,V=151936,teacher_hidden_size=4096", 4096},
+                                         Case{"Mixture", "D=2048,V=151936,teacher_hidden_size=4096,divergence_beta=0.5", 4096}),
+                         [](const auto& info) { return std::string(info.param.name); });
+
+INSTANTIATE_TEST_SUITE_P(
+    Calls, LentHeads,
+    testing::Values(Case{"Plain", "D=2048,V=151936,teacher_hidden_size=4096", 4096},
+                    Case{"Mixture", "D=2048,V=151936,teacher_hidden_size=4096,divergence_beta=0.5", 4096},
+                    Case{"Wider", "D=2048,V=151936,teacher_hidden_size=4096", 4096, Kept::lent, 64 << 20, {4096, 8192}},
+                    Case{"Narrower", "D=2048,V=151936,teacher_hidden_size=4096", 4096, Kept::lent, 64 << 20, {4096, 2048}},
+                    Case{"FewerRows", "D=2048,V=151936,teacher_hidden_size=64", 5000, Kept::lent, 64 << 20, {2048, 4608}},
+                    Case{"Recomputed", "D=2048,V=151936,teacher_hidden_size=4096", 4096, Kept::none},
+                    Case{"OfItsOwn", "D=2048,V=151936,teacher_hidden_size=4096,divergence_beta=0.3", 4096, Kept::own},
+                    Case{"Fp32", "D=512,V=50257,teacher_hidden_size=520,dtype=fp32", 3001, Kept::none},
+                    Case{"Fp16", "D=1024,V=50257,teacher_hidden_size=1024,divergence_beta=1,dtype=fp16,temperature", 3001},
+                    Case{"Fp32Gradient", "D=1024,V=50257,teacher_hidden_size=1024,grad_weight_dtype=fp32", 3001},
+                    Case{"Ragged", "D=1024,V=60001,teacher_hidden_size=520,divergence_beta=0.25", 4097},
+                    Case{"FewTokens", "D=64,V=60001,teacher_hidden_size=104", 37},
+                    Case{"OneToken", "D=64,V=60001,teacher_hidden_size=104,divergence_beta=0.5", 1},
+                    Case{"SmallVocabulary", "D=2048,V=3000,teacher_hidden_size=64", 200},
+                    Case{"Bias", "D=2048,V=131072,teacher_hidden_size=4096,bias,teacher_bias", 4096},
+                    Case{"ManyTokens", "D=4096,V=128256,teacher_hidden_size=4096", 10000},
+                    Case{"ManyTokensOfItsOwn", "D=4096,V=128256,teacher_hidden_size=4096,divergence_beta=0.5", 10000, Kept::own},
+                    Case{"ManyTokensRecomputed", "D=4096,V=128256,teacher_hidden_size=4096", 20001, Kept::none},
+                    Case{"RowBlocks", "D=1024,V=200000,teacher_hidden_size=1024,divergence_beta=0.5", 40000, Kept::lent, 24 << 20},
+                    Case{"RowBlocksOfItsOwn", "D=1024,V=20000,teacher_hidden_size=1024", 40000, Kept::own, 24 << 20},
+                    Case{"Padded", "D=2048,V=100001,padded_vocab_size=100096,teacher_hidden_size=2048", 4096},
+                    Case{"RoomyScratch", "D=2048,V=151936,teacher_hidden_size=4096", 4096, Kept::lent, 512 << 20}),
+    [](const auto& info) { return std::string(info.param.name); });
+
+std::string problem_of(const char* text, std::pair<int, int> tile) {
+    const Spec spec = parse_spec(text).normalized();
+    const Device device = describe_device("h200");
+    Plan plan = path_plans(spec, device, PlanPath::cuda_lt, {}).front();
+    plan.cuda.lent = {tile.first, tile.second, 1, 1, 1, 1};
+    return illegal_reason(spec, device, plan).value_or("");
+}
+
+TEST(LentTile, Plans_HaveOneWhereADivergencesGradientIsWritten) {
+    const auto plan_of = [](const char* text) {
+        return path_plans(parse_spec(text).normalized(), describe_device("h200"), PlanPath::cuda_lt, {}).front();
+    };
+    const Plan lends = plan_of("D=2048,V=151936,teacher_hidden_size=4096");
+    EXPECT_TRUE(lends.text().ends_with(",lent=4096x4096")) << lends.text();
+    EXPECT_EQ(parse_plan(lends.text()), lends);
+    EXPECT_EQ(parse_plan_json(lends.json()), lends);
+    for (const char* other : {"D=2048,V=151936,teacher_hidden_size=4096,grad_weight_mode=accumulate",
+                              "D=2048,V=151936,teacher_hidden_size=4096,layout=hidden_major", "D=2048,V=151936,top_k=8"}) {
+        const Plan plan = plan_of(other);
+        EXPECT_FALSE(has_lent_tile(plan)) << plan.text();
+        EXPECT_EQ(plan.text().find("lent"), std::string::npos);
+        EXPECT_EQ(parse_plan(plan.text()), plan);
+    }
+}
+
+TEST(LentTile, Others_AreRefusedByName) {
+    const char* spec = "D=2048,V=151936,teacher_hidden_size=4096";
+    EXPECT_EQ(problem_of(spec, {4096, 8192}), "");
+    EXPECT_EQ(problem_of(spec, {4096, 100}), "lent: 100 columns: must be a multiple of 512 and at most 16384");
+    EXPECT_EQ(problem_of(spec, {100, 4096}), "lent: 100 tokens: must be a multiple of 64 and at most 16384");
+    EXPECT_EQ(problem_of("D=2048,V=151936,teacher_hidden_size=4096,grad_weight_mode=accumulate", {4096, 4096}),
+              "lent: only a divergence's logits lie in grad_weight's memory, where that is vocab_major and not accumulated into");
+}
+
+}  // namespace
+}  // namespace flce::lent_heads
