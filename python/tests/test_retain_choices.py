@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ import torch
 
 import flce
 from flce.core import _retain
+from flce.core._frame import Inputs
 from flce.core._retain import ALWAYS, AUTOMATIC, NEVER, Alive, Choice, Choices, Retain
 
 
@@ -123,12 +123,12 @@ def test_losses_are_several_once_two_were_alive_until_one_by_one() -> None:
 
 
 def test_what_was_left_is_of_the_same_tensors_alone() -> None:
-    given = SimpleNamespace(**{name: torch.zeros(2) for name in ("hidden", "weight", "target", "temperature")})
-    addresses = _retain._addresses(given)  # type: ignore[arg-type]
-    for name in vars(given):
-        assert _retain._addresses(SimpleNamespace(**(vars(given) | {name: torch.zeros(2)}))) != addresses, name  # type: ignore[arg-type]
-    given.temperature = None
-    assert _retain._addresses(given) not in (addresses, None)  # type: ignore[arg-type]
+    names = ("hidden", "weight", "target", "temperature")
+    given = Inputs(**{name: torch.zeros(2) for name in names}, options=None)  # type: ignore[arg-type]
+    addresses = _retain._addresses(given)
+    for name in names:
+        assert _retain._addresses(given._replace(**{name: torch.zeros(2)})) != addresses, name
+    assert _retain._addresses(given._replace(temperature=None)) not in (addresses, None)
 
 
 class Holder:
