@@ -162,7 +162,7 @@ std::vector<std::string> kernels_of(const Spec& spec, const Device& device, cons
 }  // namespace
 
 std::vector<std::string> coordinate_names(DeviceKind kind) {
-    if (kind == DeviceKind::cuda) return {"grad_weight", "grad_hidden", "forward", "dlogits", "chunk", "raster", "algorithms"};
+    if (kind == DeviceKind::cuda) return {"grad_weight", "grad_hidden", "forward", "dlogits", "lent", "chunk", "raster", "algorithms"};
     return {"blocks", "block_m", "block_n", "block_k", "chunk", "bf16_dot"};
 }
 

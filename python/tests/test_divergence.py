@@ -297,7 +297,11 @@ def lent(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Tensor]]:
         seen.append(memory)
         keep(self, memory, lent=lent)
 
-    monkeypatch.setattr(torch, "empty_like", lambda *given, **named: empty_like(*given, **named).fill_(math.nan))
+    def poisoned(*given: Any, **named: Any) -> Tensor:
+        made = empty_like(*given, **named)
+        return made.fill_(math.nan) if made.is_floating_point() else made
+
+    monkeypatch.setattr(torch, "empty_like", poisoned)
     monkeypatch.setattr(_retain.Retained, "keep", watch)
     monkeypatch.setattr(_divergence, "_LEAST_WORK", 1)
     forget_losses()

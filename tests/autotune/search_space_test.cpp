@@ -58,5 +58,17 @@ TEST(Coordinates, PlanThatCallsTheLibrary_AlgorithmsInPlaceOfTheOrderOfTiles) {
     EXPECT_NE(std::ranges::find(names, "algorithms"), names.end());
 }
 
+TEST(Coordinates, DivergencesPlan_SumsInTheGradientsMemory) {
+    const Device device = describe_device("h200");
+    const Spec heads = parse_spec("D=2048,V=151936,teacher_hidden_size=4096").normalized();
+    const std::vector<Coordinate> all = coordinates(heads, device, choose_plan(heads, device));
+    const auto lent = std::ranges::find(all, "lent", &Coordinate::name);
+    ASSERT_NE(lent, all.end());
+    EXPECT_EQ(lent->plans.size(), 3U);
+    for (const Plan& plan : lent->plans) EXPECT_TRUE(has_lent_tile(plan)) << plan.text();
+    const auto names = coordinate_names(DeviceKind::cuda);
+    EXPECT_NE(std::ranges::find(names, "lent"), names.end());
+}
+
 }  // namespace
 }  // namespace flce

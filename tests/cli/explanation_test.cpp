@@ -107,6 +107,26 @@ TEST(ExplainedCall_Measured, OnlyOfExactlyThisCall) {
     EXPECT_FALSE(at(4096, 0, Keep::automatic, "a100").measured);
 }
 
+TEST(ExplainedCall_Divergence, IsLentTheGradientsMemory) {
+    const auto of = [](const char* spec, Keep keep = Keep::automatic, std::int64_t limit = 0) {
+        return explained_call({.spec = parse_spec(spec), .device = describe_device("h200"), .workspace_limit_bytes = limit, .keep = keep});
+    };
+    const ExplainedCall plain = of("D=2048,V=151936,teacher_hidden_size=4096");
+    EXPECT_EQ(plain.point.kept.bytes, 0);
+    EXPECT_NEAR(plain.point.kept.part, 0.25, 0.005) << "2 · 2048 bytes of a class, of 4 for each of 4096 tokens";
+    EXPECT_EQ(plain.point.workspace_bytes, (64 << 20) + 4 * 4096 * 2048);
+    const ExplainedCall mixture = of("D=2048,V=151936,teacher_hidden_size=4096,divergence_beta=0.5");
+    EXPECT_LT(mixture.point.kept.part, plain.point.kept.part) << "its second walk needs sums beside them";
+    EXPECT_GT(mixture.point.kept.part, 0.15);
+    EXPECT_EQ(of("D=2048,V=151936,teacher_hidden_size=4096", Keep::nothing).point.kept.part, 0);
+    EXPECT_GT(of("D=2048,V=151936,teacher_hidden_size=4096", Keep::automatic, 4LL << 30).point.kept.bytes, 0) << "memory of its own";
+    for (const char* other : {"D=2048,V=151936,teacher_hidden_size=4096,grad_weight_mode=accumulate",
+                              "D=2048,V=151936,teacher_hidden_size=4096,layout=hidden_major"}) {
+        EXPECT_EQ(of(other).point.kept.part, 0) << other;
+        EXPECT_THROW((void)of(other, Keep::grad_weight), ArgumentError) << other;
+    }
+}
+
 /// Milliseconds of "3.42 ms", "812 µs", "1.25 s".
 double milliseconds_of(const std::string& number, const std::string& unit) {
     const double factor = unit == "s" ? 1e3 : unit == "ms" ? 1 : unit == "µs" ? 1e-3 : 1e-6;

@@ -82,6 +82,8 @@ RetainedLayout exponentials_layout(const Spec& spec, const Plan& plan) {
     return has_teacher_head(spec) ? RetainedLayout{} : retained_layout(spec, plan, lends(spec, plan));
 }
 
+constexpr std::int64_t kWholeWaves = 2048;  // rows of grad_weight, D = 2048, that are nearly a wave of the library's tiles on an H200
+
 /// How a divergence's backward uses grad_weight's memory while it is free.
 struct WidePlaces {
     Expr chunk{0};          ///< widest chunk whose dlogits have room in scratch, where its sums lie elsewhere
@@ -98,8 +100,9 @@ WidePlaces wide_places(const Spec& spec, const Plan& plan, const BackwardSizes& 
     wide.chunk = b.chunk;
     if (!spec.bias) {  // a bias's partial sums have room for a chunk of the workspace's
         const Expr room = b.chunk * row + both_sums_bytes(plan.cuda.dlogits);
-        const Expr fitting = min(round_down(floor_div(room, row), sizes.quantum), sizes.chunk_limit);
-        wide.chunk = select(one_block, max(fitting, b.chunk), b.chunk);
+        const Expr fitting = round_down(floor_div(room, row), sizes.quantum);
+        const Expr whole_waves = select(less(fitting, kWholeWaves), fitting, round_down(fitting, kWholeWaves));
+        wide.chunk = select(one_block, max(min(whole_waves, sizes.chunk_limit), b.chunk), b.chunk);
         const Expr widest = widest_wide_chunk(spec, sizes);
         wide.dlogits_chunk = select(one_block && less(wide.chunk * kWorthwhile, widest + 1), widest, 0);
     }
@@ -142,16 +145,16 @@ RetainedHeads retained_heads(const Spec& spec, const Plan& plan) {
     const Expr own = round_up(max(n, 1) * std::int64_t{2 * (2 * kLtTileColumns + 4)}, kWorkspaceAlignment);
     const std::int64_t blocks = (spec.vocab_size + kLtTileColumns - 1) / kLtTileColumns;
     Expr block = own;
-    Expr room = slot(Slot::retained_bytes);
+    Expr fitting = floor_div(slot(Slot::retained_bytes), own);
     Expr lendable = 0;
     if (has_lent_tile(plan) && !is_shard(spec)) {
         const std::int64_t gradient = spec.vocab_size * gradient_row_bytes(spec);
         const WidePlaces wide = wide_places(spec, plan);
         block = select(is_lent(), round_up(max(own, kLtTileColumns * gradient_row_bytes(spec)), kWorkspaceAlignment), own);
-        room = max(room - select(is_lent(), wide.beside, 0), 0);
+        fitting = select(is_lent(), floor_div(max(slot(Slot::retained_bytes) - wide.beside, 0), block), fitting);
         lendable = select(less(0, n) && less(wide.bytes, gradient), gradient, 0);
     }
-    const Expr columns = min(floor_div(room, block), blocks) * std::int64_t{kLtTileColumns};
+    const Expr columns = min(fitting, blocks) * std::int64_t{kLtTileColumns};
     return {min(columns, vocab_columns(spec)), block, select(less(0, n), own * blocks, 0), lendable};
 }
 
