@@ -291,9 +291,9 @@ std::size_t SpecHash::operator()(const Spec& s) const noexcept {
                              static_cast<std::uint64_t>(s.grad_weight_dtype), static_cast<std::uint64_t>(s.grad_weight_mode)}) {
         bits = bits << 4 | field;
     }
-    for (const bool flag : {s.tied, s.bias, s.class_weight, s.class_offset, s.class_groups, s.offset_gradient, s.temperature, s.token_weight,
-                            s.batch_invariant, s.dft, s.support, s.teacher_bias, s.outputs.loss, s.outputs.lse, s.outputs.logprobs,
-                            s.outputs.entropy, s.outputs.top1, s.outputs.log_sum_sq_probs}) {
+    for (const bool flag : {s.tied, s.bias, s.class_weight, s.class_offset, s.class_groups, s.offset_gradient, s.temperature,
+                            s.token_weight, s.batch_invariant, s.dft, s.support, s.teacher_bias, s.outputs.loss, s.outputs.lse,
+                            s.outputs.logprobs, s.outputs.entropy, s.outputs.top1, s.outputs.log_sum_sq_probs}) {
         bits = bits << 1 | static_cast<std::uint64_t>(flag);
     }
     auto real = [](double value) { return std::bit_cast<std::uint64_t>(value + 0.0); };  // 0 and −0 are equal

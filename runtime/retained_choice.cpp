@@ -56,8 +56,8 @@ Retained choose_retained(const Spec& spec, const Plan& plan, std::int64_t num_to
 }
 
 KeptPart lent_part(const Spec& spec, const Plan& plan, std::int64_t num_tokens) {
-    if (!retains(plan) || has_teacher_head(spec) || spec.support) return {};      // nothing is lent to them
-    if (plan.path != PlanPath::cpu) return {lendable_part(spec, num_tokens), 0};  // in elements of the spec's dtype
+    if (!retains(plan) || spec.support || (has_teacher_head(spec) && plan.path == PlanPath::cpu)) return {};
+    if (plan.path != PlanPath::cpu) return {lendable_part(spec, plan, num_tokens), 0};  // in elements of the spec's dtype
     if (!may_lend_grad_weight(spec) || num_tokens <= 0) return {};
     return {std::min(1.0, grad_weight_bytes(spec) / whole_bytes(spec, plan, num_tokens)), 0};
 }
