@@ -35,7 +35,11 @@ def test_where_all_others_are_masked_there_is_nothing_to_learn(device: str, dtyp
     same = [torch.full((count,), 7, device=device) for count in (N, M)]
     loss, *gradients = made(queries, documents, mask=(same[0], same[1]), reduction="none", **options)
     assert torch.equal(loss, torch.zeros_like(loss))
-    assert not any(gradient.count_nonzero() for gradient in gradients)
+    assert not gradients[1][N:].count_nonzero()  # documents that are nobody's positive
+    if device == "cpu":
+        assert not any(gradient.count_nonzero() for gradient in gradients)
+    else:  # scores of backward are added up in another order than forward's
+        assert all(gradient.abs().max() < 1e-4 for gradient in gradients)
 
 
 @pytest.mark.parametrize("options", [{}, {"symmetric": True}, {"documents_per_block": 3}, {"negatives": True}], ids="+".join)
