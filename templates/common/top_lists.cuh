@@ -94,6 +94,7 @@ struct TopList {
     /// Adds logits of each lane: those of `logits`, a LaneLogits. For a whole warp.
     template <class Logits>
     __device__ __forceinline__ void add(const Logits& logits) {
+        if constexpr (kLanes == 32) return add_and_narrow(logits);  // a lane has few logits, of which fewer are wanted
         const int hits = logits.count_above(least);
         int upto = hits;  // hits of this lane and of those before it
 #pragma unroll
@@ -197,8 +198,13 @@ struct LaneLogits {
         unsigned bits = 0u;
 #pragma unroll
         for (int i = 0; i < kCount; ++i) {
-            const bool is_class = first + Columns::of(i / 2) + i % 2 < end;
-            if (i / 32 == word && is_class && !(c[i / 2][2 * h + i % 2] <= least)) bits |= 1u << i % 32;
+            if (i / 32 == word && !(c[i / 2][2 * h + i % 2] <= least)) bits |= 1u << i % 32;
+        }
+        if (ragged()) {
+#pragma unroll
+            for (int i = 0; i < kCount; ++i) {
+                if (i / 32 == word && first + Columns::of(i / 2) + i % 2 >= end) bits &= ~(1u << i % 32);
+            }
         }
         return bits;
     }
