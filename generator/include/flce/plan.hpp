@@ -88,8 +88,9 @@ struct Plan {
 
     /// Canonical text: path, strategy and every key of that path, for example
     /// "cuda_sm80:recompute,chunk=16384,scratch=67108864,forward=128x256x32x3/2x4,…,raster=8" (tiles are block_m x block_n x block_k x
-    /// stages / warps_m x warps_n), "cuda_lt:retain,chunk=…,scratch=…,forward=4096x2048,dlogits=4096x2048,cublaslt=0,algorithms=0/0/0" (with
-    /// ",lent=4096x4096" behind it where logits may lie in grad_weight's memory) or "cpu:recompute,vector=512,bf16_dot=0,micro=14x32,block=…,chunk=…,scratch=…".
+    /// stages / warps_m x warps_n), "cuda_lt:retain,chunk=…,scratch=…,forward=4096x2048,dlogits=4096x2048,cublaslt=0,algorithms=0/0/0"
+    /// (with ",lent=4096x4096" behind it where logits may lie in grad_weight's memory) or
+    /// "cpu:recompute,vector=512,bf16_dot=0,micro=14x32,block=…,chunk=…,scratch=…".
     /// parse_plan reads the text back to an equal Plan.
     [[nodiscard]] std::string text() const;
     /// A JSON object as text, with the same keys after "path" and "strategy"; parse_plan_json reads it back.
