@@ -339,7 +339,11 @@ double lendable_part(const Spec& spec, const Plan& plan, std::int64_t num_tokens
     const double gradient_row = static_cast<double>(spec.hidden_size) * static_cast<double>(element_bytes(spec.grad_weight_dtype));
     const double both_logits = 4 * tokens;
     const GemmTile& tile = plan.cuda.lent;
-    const bool beside = divergence_form(spec.divergence_beta) == kMixture || num_tokens > tile.block_m;  // a second walk needs both
+    const bool mixture = divergence_form(spec.divergence_beta) == kMixture;
+    constexpr std::int64_t kNarrowest = 512;  // columns of sums in scratch, which the last retained ones have
+    const std::int64_t in_scratch = std::int64_t{plan.cuda.forward.block_m} * plan.cuda.forward.block_n;
+    if (!mixture && in_scratch < tile.block_m * kNarrowest) return 0;
+    const bool beside = mixture || num_tokens > tile.block_m;  // a second walk needs both
     const double of_tile =
         beside ? 8 * std::min(tokens, static_cast<double>(tile.block_m)) * tile.block_n / static_cast<double>(spec.vocab_size) : 0;
     return std::clamp((gradient_row - of_tile) / std::max(both_logits, gradient_row), 0.0, 1.0);

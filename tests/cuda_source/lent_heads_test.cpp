@@ -25,6 +25,8 @@ using test::Recorded;
 
 constexpr std::int64_t kOwn = std::int64_t{99} << 44;
 
+constexpr std::int64_t kLittleScratch = 16 << 20;
+
 enum class Kept { none, own, lent };
 
 struct Case {
@@ -242,6 +244,9 @@ TEST_P(LentHeads, NothingIsWrittenOverBeforeItIsRead) {
     EXPECT_LE(evaluate(program.forward_workspace_bytes, slots), of.scratch);
     EXPECT_LE(evaluate(program.backward_workspace_bytes, slots), of.scratch + 4 * of.tokens * spec.hidden_size);
     ASSERT_TRUE(of.kept != Kept::lent || slot_of(Slot::retained_bytes) > 0);
+    if (of.scratch <= kLittleScratch) {
+        EXPECT_EQ(evaluate(program.lendable_bytes, slots), 0) << "no sums of so many rows in scratch";
+    }
     walk(program.forward);
     EXPECT_EQ(products_in_gradient > 0, of.kept == Kept::lent);
     EXPECT_LE(student_area, walks() * all);
@@ -285,6 +290,10 @@ INSTANTIATE_TEST_SUITE_P(
                     Case{"Wider", "D=2048,V=151936,teacher_hidden_size=4096", 4096, Kept::lent, 64 << 20, {4096, 8192}},
                     Case{"Narrower", "D=2048,V=151936,teacher_hidden_size=4096", 4096, Kept::lent, 64 << 20, {4096, 2048}},
                     Case{"FewerRows", "D=2048,V=151936,teacher_hidden_size=64", 5000, Kept::lent, 64 << 20, {2048, 4608}},
+                    Case{"LittleScratch", "D=2048,V=151936,teacher_hidden_size=2048", 1024, Kept::none, kLittleScratch},
+                    Case{"LittleScratchBias", "D=2048,V=151936,teacher_hidden_size=2048,divergence_beta=1,bias", 4096, Kept::none,
+                         kLittleScratch},
+                    Case{"LittleScratchNarrow", "D=1024,V=151936,teacher_hidden_size=2048", 256, Kept::none, kLittleScratch},
                     Case{"Recomputed", "D=2048,V=151936,teacher_hidden_size=4096", 4096, Kept::none},
                     Case{"OfItsOwn", "D=2048,V=151936,teacher_hidden_size=4096,divergence_beta=0.3", 4096, Kept::own},
                     Case{"Fp32", "D=512,V=50257,teacher_hidden_size=520,dtype=fp32", 3001, Kept::none},

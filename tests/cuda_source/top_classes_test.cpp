@@ -146,6 +146,18 @@ TEST(TopClasses, Shards_HaveTheirColumnsAlone) {
     }
 }
 
+// A consumer for each row leaves less room in the place of lists than the first launch's logits take.
+TEST(TopClasses, TilesThatConsumersShare_AreRefused) {
+    const Spec spec = parse_spec("D=512,V=151936,top_k=8");
+    const Device device = describe_device("h100");
+    Plan plan = path_plans(spec, device, PlanPath::cuda_sm90a).front();
+    EXPECT_EQ(plan.cuda.forward.schedule, TileSchedule::by_turns);
+    plan.cuda.forward.schedule = TileSchedule::together;
+    const auto reason = illegal_reason(spec, device, plan);
+    ASSERT_TRUE(reason.has_value());
+    EXPECT_NE(reason->find("by turns"), std::string::npos) << *reason;
+}
+
 // The kernel has lists beside the accumulators, and a few bytes of the stack for a list that is narrowed.
 TEST(TopClasses, Forward_MultipliesWithoutWaiting) {
     FLCE_REQUIRE_NVRTC_FOR("sm_90a");

@@ -147,7 +147,8 @@ RetainedHeads retained_heads(const Spec& spec, const Plan& plan) {
     Expr block = own;
     Expr fitting = floor_div(slot(Slot::retained_bytes), own);
     Expr lendable = 0;
-    if (has_lent_tile(plan) && !is_shard(spec)) {
+    // The last retained columns of a form without a second walk have sums in scratch.
+    if (has_lent_tile(plan) && !is_shard(spec) && (is_mixture(spec) || last_sums(plan).block_n > 0)) {
         const std::int64_t gradient = spec.vocab_size * gradient_row_bytes(spec);
         const WidePlaces wide = wide_places(spec, plan);
         block = select(is_lent(), round_up(max(own, kLtTileColumns * gradient_row_bytes(spec)), kWorkspaceAlignment), own);

@@ -132,6 +132,9 @@ Reason tile_problem(const Spec& spec, const Device& device, GemmRole role, const
                                wide);
         }
     }
+    if (spec.top_k > 0 && is_forward(role) && !takes_turns(tile)) {  // two lists a row have room for the logits that come before lists
+        return fmt::format("block {}x{}: a top_k has forward's tiles by turns (4x1)", tile.block_m, tile.block_n);
+    }
     if (is_forward(role) && tile.block_m % 128 != 0) return fmt::format("block_m {}: forward needs 128 or 256", tile.block_m);
     if (tile.block_k != 64) return fmt::format("block_k {}: 64, a row of the 128-byte swizzle", tile.block_k);
     if (tile.stages < 2 || tile.stages > 8) return fmt::format("stages {}: 2 to 8", tile.stages);
