@@ -272,8 +272,8 @@ class _Way(NamedTuple):
 
     def loss(self, rows: Tensor, classes: Tensor, target: Tensor, there: _Classes, mask: Any) -> Tensor:
         """`mask`: numbers of this rank's rows and classes, or None."""
-        if sum(there.of_ranks) == 1:
-            return _of_one_document(rows, classes, target, self.options["reduction"])
+        if sum(there.of_ranks) <= 1:
+            return _of_one_document(rows, classes, target, self.options["reduction"], self.scale)
         scale, options = self.scale, dict(self.options)
         groups = None if mask is None else _groups.groups_of(self._of_all_rows(mask[0], there), mask[1])
         if not isinstance(scale, Tensor):
@@ -310,7 +310,7 @@ class _Way(NamedTuple):
         options, documents = dict(self.options), sum(there.of_ranks)
         reduction = options.pop("reduction")
         if documents == 1:
-            return _of_one_document(rows, classes, positives, reduction)
+            return _of_one_document(rows, classes, positives, reduction, self.scale)
         if self.places.group is not None:
             negatives = _parallel.gathered(self.places.group, negatives.long(), len(there.of_ranks))
         others = torch.where(negatives == positives[:, None], -1, negatives)
@@ -342,9 +342,11 @@ def _enough_bytes(count: int, columns: int) -> int | None:
     return None if scores <= _SCRATCH_BYTES else scores + int(count) * (4 * columns + 8)
 
 
-def _of_one_document(rows: Tensor, classes: Tensor, target: Tensor, reduction: str) -> Tensor:
+def _of_one_document(rows: Tensor, classes: Tensor, target: Tensor, reduction: str, scale: Tensor | float) -> Tensor:
     """The loss where there is nothing to tell the positive from: 0, and gradients of 0."""
     nothing = 0 * (rows.sum(dtype=torch.float32) + classes.sum(dtype=torch.float32))
+    if isinstance(scale, Tensor):
+        nothing = nothing + 0 * scale.to(torch.float32).reshape(()).nan_to_num(0, 0, 0)
     return nothing.expand(target.shape).clone() if reduction == "none" else nothing
 
 

@@ -171,7 +171,19 @@ def one_rank_has_no_documents() -> None:
     close(flce.info_nce(queries[mine], documents, positives=positives[mine], process_group=dist.group.WORLD), right)
 
 
+def whole_and_in_blocks_of_a_rank() -> None:
+    """Two calls whose kernels have the same key, and are of different kinds."""
+    ranks = dist.get_world_size()
+    queries, documents = (F.normalize(torch.randn(N, D, generator=generator(seed), device=device()), dim=1) for seed in (1, 2))
+    one = {"process_group": dist.group.WORLD, "reduction": "sum"}
+    for _ in range(2):
+        whole = flce.info_nce(queries, documents, **one)
+        close(flce.info_nce(queries, documents, documents_per_block=N, **one), whole)
+    assert ranks > 1 and whole > 0
+
+
 CASES: list[tuple[Any, ...]] = [
+    (whole_and_in_blocks_of_a_rank,),
     *((equals_one_process, uneven, symmetric, uneven, symmetric, False) for uneven in (False, True) for symmetric in (False, True)),
     *((equals_one_process, uneven, False, learned, True, True) for uneven, learned in ((False, True), (True, False), (True, True))),
     *((equals_one_process, uneven, False, learned, learned, True, 9) for uneven, learned in ((False, False), (True, True))),

@@ -234,6 +234,11 @@ def test_one_document(device: str, reduction: str) -> None:
     assert loss.shape == ((1,) if reduction == "none" else ()) and loss.sum() == 0 and not any(each.any() for each in gradients)
     both = flce.info_nce(queries, more, symmetric=True)
     torch.testing.assert_close(both, flce.info_nce(queries, more) / 2)
+    scale = torch.tensor(3.0, device=device, requires_grad=True)
+    for blocks in ({}, {"documents_per_block": 1}):
+        (none,) = torch.autograd.grad(flce.info_nce(queries.detach(), documents.detach(), scale=scale, **blocks), scale)
+        assert none == 0
+    assert flce.info_nce(queries[:0], documents, symmetric=True) == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -405,9 +410,9 @@ def test_refused(given: dict[str, Any], error: type[Exception], says: str) -> No
 
 
 def test_over_ranks() -> None:
-    assert cases_passed("info_nce_worker.py", "2,3") == {2: 21, 3: 21}
+    assert cases_passed("info_nce_worker.py", "2,3") == {2: 22, 3: 22}
 
 
 @pytest.mark.full
 def test_over_four_ranks() -> None:
-    assert cases_passed("info_nce_worker.py", "4") == {4: 21}
+    assert cases_passed("info_nce_worker.py", "4") == {4: 22}

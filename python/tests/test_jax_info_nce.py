@@ -132,6 +132,16 @@ def test_named_negatives(dtype: str, corrected: bool, named: bool, reduction: st
     fj.check_labels()
 
 
+def test_a_mask_of_named_negatives() -> None:
+    queries, documents, *_ = embeddings()
+    numbers = np.arange(QUERIES) % 3, np.arange(DOCUMENTS) % 5
+    negatives = np.random.default_rng(2).integers(0, DOCUMENTS, (QUERIES, 6))
+    left = np.where(numbers[1][negatives] == numbers[0][:, None], -1, negatives)
+    made = fj.info_nce(queries, documents, negatives=jnp.asarray(negatives), mask=tuple(map(jnp.asarray, numbers)), reduction="none")
+    assert (left < 0).any()
+    np.testing.assert_array_equal(made, fj.info_nce(queries, documents, negatives=jnp.asarray(left), reduction="none"))
+
+
 def test_named_negatives_that_are_none_of_the_documents() -> None:
     queries, documents, *_ = embeddings()
     one = jnp.full((QUERIES, 1), 39, jnp.int32)
@@ -214,6 +224,11 @@ def test_refusals() -> None:
         (errors.ArgumentError, "reduction is 'weighted_mean'", lambda: fj.info_nce(queries, documents, reduction="weighted_mean")),
         (errors.ArgumentError, r"mask is .* of shape \[24, 40\]", lambda: fj.info_nce(queries, documents, mask=jnp.zeros((24, 40), bool))),
         (errors.ShapeError, r"mask has int32\[24\] for of_documents", lambda: fj.info_nce(queries, documents, mask=(positives, positives))),
+        (
+            errors.ArgumentError,
+            "of_queries has numbers beyond int32",
+            lambda: fj.info_nce(queries, documents, mask=(np.arange(QUERIES) + 2**32, np.arange(DOCUMENTS))),
+        ),
         (errors.DTypeError, "mask has None for of_documents", lambda: fj.info_nce(queries, documents, mask=(positives, None))),
         (errors.DTypeError, "symmetric is 1", lambda: fj.info_nce(queries, documents, symmetric=1)),
     ):

@@ -342,7 +342,7 @@ class LoadedKernel(Kernel):
 _lock = _locks.new_lock()
 _sessions: dict[tuple[torch.device, bool | None], ctypes.c_void_p] = {}  # by device, and strict
 _kernels: dict[tuple[Any, ...], LoadedKernel] = {}  # by key without a limit, plan, and other arguments
-_found: dict[tuple[KernelKey, tuple[Any, ...]], LoadedKernel] = {}  # by key, and other arguments
+_found: dict[tuple[Any, ...], LoadedKernel] = {}  # by key, and other arguments
 _strict: bool | None = None  # for lookups that do not say; None: FLCE_STRICT decides
 _MOST_FOUND = 4096  # limits with numbers of tokens
 _alive: dict[tuple[torch.device, int, int], _retain.Alive] = {}
@@ -416,7 +416,7 @@ def find(
 ) -> LoadedKernel:
     """The kernel of that key: from memory, the caches, or compiled (unless `strict`; None: as `set_strict` says). `make`: what makes it, of
     its key, handle and `of`."""
-    asked = (key, of)
+    asked = (key, make, of)
     kernel = _found.get(asked)
     if kernel is not None:
         return kernel
@@ -430,7 +430,7 @@ def find(
     )
     # Limits and numbers of tokens that come to the same plan share its kernel.
     shared = key._replace(workspace_limit_bytes=0, num_tokens=0)
-    name = (shared, _native.text(_native.library().flce_kernel_text, handle, _native.TEXT_PLAN), *of)
+    name = (shared, _native.text(_native.library().flce_kernel_text, handle, _native.TEXT_PLAN), make, *of)
     kernel = _kernels.get(name)
     if kernel is None:
         made = make(shared, handle, *of)
