@@ -460,7 +460,6 @@ def info_nce(
 
 def _info_nce(arrays: dict[str, jax.Array], symmetric: bool, reduction: str, workspace_limit_bytes: int | None) -> jax.Array:
     rows, classes, added, number = arrays["queries"], arrays["documents"], arrays.get("negative_log_q"), arrays["scale"]
-    options = {"workspace_limit_bytes": workspace_limit_bytes}
     temperature, numbers = 1 / jax.lax.stop_gradient(number), [arrays.get(name) for name in ("of_queries", "of_documents")]
     forth, back = _contrastive.alone(rows, arrays.get("positives"), classes.shape[0])
 
@@ -469,13 +468,16 @@ def _info_nce(arrays: dict[str, jax.Array], symmetric: bool, reduction: str, wor
             return jnp.zeros(target.shape if reduction == "none" else (), jnp.float32)
         if "negatives" in arrays:
             ids = _contrastive.named(target, arrays["negatives"], classes.shape[0], *of_each)
-            found: jax.Array = linear_logprobs_at(rows, classes, ids, normalize="support", temperature=temperature, **options)
+            found: jax.Array = linear_logprobs_at(
+                rows, classes, ids, normalize="support", temperature=temperature, workspace_limit_bytes=workspace_limit_bytes
+            )
             return _contrastive.reduced(-found[:, 0], target, classes.shape[0], number, reduction)
         inputs = {"hidden": rows, "weight": classes, "temperature": jnp.broadcast_to(temperature, target.shape)}
         if of_each[0] is not None:
             inputs |= _contrastive.groups_of(*of_each)
         made = _rows.results_of(
-            inputs, target, ("loss",), weight_layout="vocab_major", ignore_index=_IGNORED, axis_name=None, **options
+            inputs, target, ("loss",), weight_layout="vocab_major", ignore_index=_IGNORED, axis_name=None,
+            workspace_limit_bytes=workspace_limit_bytes,
         )  # fmt: skip
         return _targets.outputs(made, ("loss",), reduction, {})[0]
 
