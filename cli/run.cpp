@@ -64,6 +64,7 @@ public:
         if (spec.class_groups) row_group_ = checked("row_group", ScalarType::int32, {n});
         if (spec.temperature) temperature_ = checked("temperature", ScalarType::fp32, {n});
         if (spec.token_weight) token_weight_ = checked("token_weight", ScalarType::fp32, {n});
+        refuse_unread();
         if (spec.grad_weight_mode != GradMode::accumulate) return;
         const ScalarType grad_dtype = scalar_type(spec.grad_weight_dtype);
         grad_weight_ = files_.find("grad_weight");
@@ -141,6 +142,33 @@ public:
     }
 
 private:
+    /// Throws where there is a tensor of a layer's or call's that the spec does not read: it would change the result.
+    void refuse_unread() const {
+        struct Optional {
+            const char* name;
+            bool is_read;
+            const char* key;
+        };
+        const bool of_classes = spec_.teacher_top_k > 0;
+        const bool of_head = has_teacher_head(spec_);
+        for (const Optional& each : {Optional{"bias", spec_.bias, "bias"},
+                                     {"class_weight", spec_.class_weight, "class_weight"},
+                                     {"class_offset", spec_.class_offset, "class_offset"},
+                                     {"class_group", spec_.class_groups, "class_groups"},
+                                     {"row_group", spec_.class_groups, "class_groups"},
+                                     {"temperature", spec_.temperature, "temperature"},
+                                     {"token_weight", spec_.token_weight, "token_weight"},
+                                     {"teacher_ids", of_classes, "teacher_top_k"},
+                                     {"teacher_probs", of_classes, "teacher_top_k"},
+                                     {"teacher_hidden", of_head, "teacher_hidden_size"},
+                                     {"teacher_weight", of_head, "teacher_hidden_size"},
+                                     {"teacher_bias", spec_.teacher_bias, "teacher_bias"}}) {
+            if (each.is_read) continue;
+            if (const auto found = files_.find(each.name)) {
+                fail(each.name, found, fmt::format("is not read with this spec: say {} in --spec, or leave the tensor out", each.key));
+            }
+        }
+    }
     [[noreturn]] static void fail(const std::string& name, const SafetensorsSet::Found& found, const std::string& rule) {
         throw UsageError(fmt::format("{}: tensor \"{}\" is {}; it {}", found.file, name, describe(*found.entry), rule));
     }

@@ -229,6 +229,22 @@ TEST(FlceRun_WrongShapeOrDtype, NamesTensorFoundAndWanted) {
     refused("D=32,V=99,dtype=fp32,bias", "\"bias\" is missing");
 }
 
+TEST(FlceRun_TensorsThatTheSpecDoesNotRead, AreRefused) {
+    const Layer layer("D=32,V=99,dtype=fp32", 20, true);
+    const std::vector<float> numbers(99, 1.0F);
+    const auto run_beside = [&](const std::string& name) {
+        cli::write_safetensors(layer.folder_ / "more", {{name, "F32", {99}, std::as_bytes(std::span(numbers))}});
+        return run_flce({"run", "--device", "cpu", "--spec", layer.spec_.text(), "--ignore-index", "-7", "--input", layer.folder_ / "in",
+                         "--input", layer.folder_ / "more"});
+    };
+    for (const char* name : {"bias", "class_offset", "class_group", "row_group", "temperature", "teacher_ids", "teacher_bias"}) {
+        const ProcessResult result = run_beside(name);
+        EXPECT_EQ(result.exit_code, 2) << name;
+        EXPECT_THAT(result.err, HasSubstr("tensor \"" + std::string(name) + "\" is F32 [99]; it is not read with this spec: say "));
+    }
+    EXPECT_EQ(run_beside("model.norm.weight").exit_code, 0);
+}
+
 TEST(FlceRun_CorruptFiles, AreRefusedWithoutACrash) {
     const Layer layer("D=8,V=9,dtype=fp32", 3, true);
     std::ifstream file(layer.folder_ / "in", std::ios::binary);
