@@ -31,6 +31,12 @@ try:
     flce.linear_cross_entropy(h, w, t, softcap=30.0)
 except flce.CacheMissError as error:
     print(error)
+offset = torch.zeros(91, requires_grad=True)
+flce.get_kernel(72, 91, "fp32", device="cpu", softcap=9.0, class_offset=True, strict=False)
+try:
+    flce.linear_cross_entropy(h, w, t, softcap=9.0, class_offset=offset)  # the kernel is there, and that of the offset's gradient is not
+except flce.CacheMissError as error:
+    print(error)
 """
 
 
@@ -67,8 +73,9 @@ def test_strict_never_compiles_and_names_the_command(tmp_path: Path) -> None:
     assert "flce prewarm --spec 'D=72,V=91,dtype=fp32' --device " in miss
     assert miss.endswith("--workspace-limit 1073741824 --num-tokens 7")
     assert spec == "D=72,V=91,dtype=fp32"
-    computed, miss = lines(SECOND, FLCE_CACHE_DIR=str(tmp_path), FLCE_STRICT="1")
+    computed, miss, of_offset = lines(SECOND, FLCE_CACHE_DIR=str(tmp_path), FLCE_STRICT="1")
     assert computed == "True"
+    assert "flce prewarm --spec 'D=72,V=91,dtype=fp32,bias,class_offset,offset_gradient,softcap=9' --device " in of_offset
     assert "flce prewarm --spec 'D=72,V=91,dtype=fp32,softcap=30' --device " in miss
 
 

@@ -257,6 +257,8 @@ def _eager(given: Inputs, passed: _Passed, grad_weight_out: Tensor | None, token
     made = _op.new_made(kernel, given, token_shape, teacher_logprobs=options.teacher_logprobs)
     # Where there are tangents, the node refuses them.
     if (given.asks_gradient() and torch.is_grad_enabled()) or forward_ad._current_level >= 0:
+        if given.class_offset is not None and given.class_offset.requires_grad:
+            kernel.of_offsets(given)  # what backward would miss is missed here
         if kernel.may_retain():
             given = given.retaining(options.retain._replace(gradient=True, weight=weight.requires_grad and grad_weight_out is None))
         return made._replace(
