@@ -121,10 +121,12 @@ TEST_F(HttpsTest, ServerWithoutTls_NothingGoesThereInPlainText) {
     const test::ScriptedServer server([&](int socket) {
         char buffer[4096];
         const ssize_t size = ::recv(socket, buffer, sizeof buffer, 0);
+        {
+            const std::lock_guard lock(mutex);  // before the answer, which ends the client's call
+            if (size > 0) received.append(buffer, static_cast<std::size_t>(size));
+        }
         const std::string_view answer = "HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n";
         (void)!::send(socket, answer.data(), answer.size(), MSG_NOSIGNAL);
-        const std::lock_guard lock(mutex);
-        if (size > 0) received.append(buffer, static_cast<std::size_t>(size));
     });
     expect_a_fault(trusting(fmt::format("https://u:geheim@127.0.0.1:{}/cache", server.port())), "SSL connect error");
     const std::lock_guard lock(mutex);
