@@ -258,7 +258,7 @@ def _eager(given: Inputs, passed: _Passed, grad_weight_out: Tensor | None, token
     # Where there are tangents, the node refuses them.
     if (given.asks_gradient() and torch.is_grad_enabled()) or forward_ad._current_level >= 0:
         if given.class_offset is not None and given.class_offset.requires_grad:
-            kernel.of_offsets(given)  # what backward would miss is missed here
+            kernel.of_offsets(given)  # strict mode and a capture miss a kernel here, not in backward
         if kernel.may_retain():
             given = given.retaining(options.retain._replace(gradient=True, weight=weight.requires_grad and grad_weight_out is None))
         return made._replace(
