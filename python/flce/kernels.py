@@ -11,11 +11,11 @@ import torch
 from flce import errors
 from flce.call import _options, _spec_text
 from flce.call._checks import HIDDEN_MULTIPLE
-from flce.core import _frame, _kernels, _native, checks
-from flce.core._frame import KernelKey
+from flce.core import _kernel_key, _kernels, _native, checks
+from flce.core._kernel_key import KernelKey
 from flce.core._kernels import Kernel
 
-_NAMED_DTYPES = {name: dtype for dtype, short in _frame.DTYPE_NAMES.items() for name in (short, str(dtype).removeprefix("torch."))}
+_NAMED_DTYPES = {name: dtype for dtype, short in _kernel_key.DTYPE_NAMES.items() for name in (short, str(dtype).removeprefix("torch."))}
 
 
 def _device(given: torch.device | str | int | None) -> torch.device:
@@ -39,7 +39,7 @@ def _device(given: torch.device | str | int | None) -> torch.device:
 
 def _dtype(name: str, given: torch.dtype | str) -> torch.dtype:
     dtype = _NAMED_DTYPES.get(given) if isinstance(given, str) else given
-    if not isinstance(dtype, torch.dtype) or dtype not in _frame.DTYPE_NAMES:
+    if not isinstance(dtype, torch.dtype) or dtype not in _kernel_key.DTYPE_NAMES:
         names = "'bfloat16' ('bf16'), 'float16' ('fp16'), 'float32' ('fp32')"
         raise errors.DTypeError(f"{name} is {given}; allowed are torch.bfloat16, torch.float16, torch.float32 and the names {names}")
     return dtype
@@ -144,7 +144,7 @@ def get_kernel(
         grad_weight_dtype=wide,
         options=spec,
         workspace_limit_bytes=limit,
-        num_tokens=_frame.planned_tokens(num_tokens or 0, limit),
+        num_tokens=_kernel_key.planned_tokens(num_tokens or 0, limit),
         **flags,  # type: ignore[arg-type]
     )
     return _kernels.find(key, strict=strict)

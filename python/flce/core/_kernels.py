@@ -17,7 +17,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from flce import errors
 from flce.core import _locks, _memory, _native, _retain
-from flce.core._frame import GRADIENT_VIEWS, Frame, Inputs, KernelKey, is_hidden_major, outputs_of, planned_tokens, split_values
+from flce.core._frame import GRADIENT_VIEWS, Frame, Inputs, is_hidden_major, outputs_of, split_values
+from flce.core._kernel_key import KernelKey, planned_tokens
 
 _WORKSPACE_ALIGNMENT = 256  # torch's CUDA allocator gives 512, its CPU allocator 64
 

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flce.core import _frame, _kernels, _native
-from flce.core._frame import KernelKey, Parallel, is_hidden_major
+from flce.core import _frame, _kernel_key, _kernels, _native
+from flce.core._frame import Parallel, is_hidden_major
+from flce.core._kernel_key import KernelKey
 from flce.parallel import _layouts, _parallel
 
 IGNORED = -100
@@ -67,7 +68,7 @@ def kernel_of(
         token_weight=False,
         options=options,
         workspace_limit_bytes=workspace_limit_bytes,
-        num_tokens=_frame.planned_tokens(hidden.shape[0], workspace_limit_bytes),
+        num_tokens=_kernel_key.planned_tokens(hidden.shape[0], workspace_limit_bytes),
     )
     if place is not None:
         # A hidden-major weight's rows are as long as it has classes, so that ranks' kernels may differ.

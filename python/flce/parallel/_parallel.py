@@ -12,7 +12,8 @@ from torch import Tensor
 
 from flce import errors
 from flce.core import checks
-from flce.core._frame import DTYPE_NAMES, Parallel
+from flce.core._frame import Parallel
+from flce.core._kernel_key import DTYPE_NAMES
 
 if dist.is_available():
     from torch.distributed import ProcessGroup

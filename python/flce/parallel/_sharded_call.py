@@ -13,7 +13,8 @@ from flce.call import _call
 from flce.call._checks import is_dtensor
 from flce.call._targets import check_tensors
 from flce.core import _kernels
-from flce.core._frame import OF_CLASSES, CallOptions, Parallel
+from flce.core._frame import CallOptions, Parallel
+from flce.core._kernel_key import OF_CLASSES
 from flce.parallel import _shards
 
 _kernels.find_shard = _shards.find_for

@@ -15,7 +15,8 @@ from torch import Tensor
 from flce import errors
 from flce.call import _options
 from flce.core import _kernels, _native, _retain
-from flce.core._frame import DTYPE_NAMES, GROUPS, OF_CLASSES, VALUES, Frame, Inputs, KernelKey, is_hidden_major
+from flce.core._frame import GROUPS, VALUES, Frame, Inputs, is_hidden_major
+from flce.core._kernel_key import DTYPE_NAMES, OF_CLASSES, KernelKey
 from flce.parallel import _layouts, _parallel
 from flce.parallel._layouts import Shard
 
