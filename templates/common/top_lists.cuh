@@ -96,7 +96,7 @@ struct TopList {
     __device__ __forceinline__ void add(const Logits& logits) {
         if constexpr (kLanes == 32) return add_and_narrow(logits);  // a lane has few logits, of which fewer are wanted
         const int hits = logits.count_above(least);
-        int upto = hits;  // hits of this lane and of those before it
+        int upto = hits;  // hits up to this lane's
 #pragma unroll
         for (int lanes = 1; lanes < kLanes; lanes *= 2) {
             const int before = __shfl_up_sync(kWholeWarp, upto, lanes, kLanes);

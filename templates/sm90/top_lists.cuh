@@ -57,7 +57,7 @@ struct TopListsSm90 {
             }
         }
     }
-    /// Tells the states of a part's lists to whoever reads the lists.
+    /// Writes the states of a part's lists, for top_classes.
     __device__ __forceinline__ void tell(int part, int row_cluster) const {
 #pragma unroll 1
         for (int of_part = 0; of_part < kRows; ++of_part) {

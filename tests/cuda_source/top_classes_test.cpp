@@ -1,5 +1,5 @@
-// Launches that find the classes of rows' largest logits on Hopper: every column of the vocabulary goes through one of them, and each knows
-// what those before have found.
+// Launches that find the classes of rows' largest logits on Hopper: every column of the vocabulary goes through one of them, and a launch
+// knows what the launches before have found.
 #include <gtest/gtest.h>
 
 #include <cstdint>
