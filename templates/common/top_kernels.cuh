@@ -268,7 +268,7 @@ __device__ __forceinline__ void top_classes(const TopClassesParams& p) {
     TopEntry* const kept = static_cast<TopEntry*>(p.kept) + static_cast<long long>(row) * Collected::kMostKept;
     const int lists = p.dense != nullptr ? 0 : kDivided ? p.scalars->top_splits : p.splits;
     if (has_classes) {
-        // What has been kept is as large. Where hardly any logit behind it is, nothing tells a better bound.
+        // Kept entries are as large. Where hardly any logit behind them is, nothing tells a better bound.
         if (p.kept_before != 0) top.least = p.bounds[row].least;
         sums = merge_top_sums<Problem>(p, row, ld, kDivided ? p.scalars->splits : p.splits);
         if (p.dense != nullptr) {
