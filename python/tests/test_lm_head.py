@@ -251,3 +251,8 @@ def test_a_weight_that_is_not_gathered_is_refused(with_labels: bool) -> None:
 
 def test_wrapped_over_two_ranks() -> None:
     assert cases_passed("lm_head_worker.py", "2") == {2: 8}
+
+
+@pytest.mark.full
+def test_fsdp_and_rows_over_ranks_together() -> None:
+    assert cases_passed("lm_head_mesh_worker.py", "4") == {4: 1}
