@@ -132,27 +132,6 @@ struct LogitDerivative {
     }
 };
 
-/// weighted += Σ c_j·z_j of the thread's columns. kRagged: some of them may not exist.
-template <class Problem, bool kRagged, class Place, int kPieces, int kColumnPieces>
-__device__ __forceinline__ void add_weighted(const ForwardParams& p, const Place& place, int first_column,
-                                             const float (&c)[kPieces][kColumnPieces][4], float (&weighted)[kPieces][2]) {
-    const int end = Problem::shard ? p.targets.columns : Problem::vocab_size;
-#pragma unroll
-    for (int j = 0; j < kColumnPieces; ++j) {
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-            const int column = first_column + place.column(j, e);
-            float weight = 1.f;
-            if constexpr (Problem::class_weight) weight = p.class_weight[kRagged ? min(column, end - 1) : column];
-            const bool there = !kRagged || column < end;  // behind the end are copies of the last column, which may be −inf
-#pragma unroll
-            for (int i = 0; i < kPieces; ++i)
-#pragma unroll
-                for (int h = 0; h < 2; ++h) weighted[i][h] += weight * (there ? c[i][j][2 * h + e] : 0.f);
-        }
-    }
-}
-
 /// Divides each row by its temperature.
 template <class Place, class TemperatureOf, int kPieces, int kColumnPieces>
 __device__ __forceinline__ void divide_rows(const Place& place, const TemperatureOf& temperature_of,
@@ -170,19 +149,66 @@ __device__ __forceinline__ void divide_rows(const Place& place, const Temperatur
     }
 }
 
+/// Numbers of a thread's columns, of which there are `count` from the first one on. Each is read where it is used: kept beside the
+/// accumulators, neither numbers nor their addresses would fit.
+template <class Columns, class Number>
+struct ColumnNumbers {
+    const Number* first;
+    int count;
+
+    __device__ __forceinline__ ColumnNumbers(const Number* first_, int count_) : first(first_), count(count_) {
+        asm volatile("" : "+l"(first), "+r"(count));  // no address is worked out earlier
+    }
+    __device__ __forceinline__ Number at(int j, int e, Number absent) const {
+        const int column = Columns::of(j) + e;
+        return ptx::ld_global(first + column, column < count, absent);
+    }
+};
+/// Numbers that a Problem has none of.
+template <class Number>
+struct NoNumbers {
+    __device__ __forceinline__ NoNumbers(const Number* /*first*/, int /*count*/) {}
+    __device__ __forceinline__ Number at(int /*j*/, int /*e*/, Number absent) const { return absent; }
+};
+template <bool kThere, class Columns, class Number>
+using NumbersOf = Select<kThere, ColumnNumbers<Columns, Number>, NoNumbers<Number>>;
+
+/// weighted += Σ c_j·z_j of the thread's columns. kRagged: some of them may not exist.
+template <class Problem, bool kRagged, class Place, int kPieces, int kColumnPieces>
+__device__ __forceinline__ void add_weighted(const ForwardParams& p, const Place& place, int first_column,
+                                             const float (&c)[kPieces][kColumnPieces][4], float (&weighted)[kPieces][2]) {
+    const int end = Problem::shard ? p.targets.columns : Problem::vocab_size;
+    const int first = first_column + place.column(0, 0);
+    const NumbersOf<Problem::class_weight, typename Place::Columns, float> weights(p.class_weight + first, end - first);
+#pragma unroll
+    for (int j = 0; j < kColumnPieces; ++j) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+            const int column = first_column + place.column(j, e);
+            const float weight = weights.at(j, e, 1.f);
+            const bool there = !kRagged || column < end;  // behind the end are copies of the last column, which may be −inf
+#pragma unroll
+            for (int i = 0; i < kPieces; ++i)
+#pragma unroll
+                for (int h = 0; h < 2; ++h) weighted[i][h] += weight * (there ? c[i][j][2 * h + e] : 0.f);
+        }
+    }
+}
+
 /// Replaces each sum of c, with its column's bias, by function(sum), and adds its column's offset.
 template <class Problem, class Place, class Function, int kPieces, int kColumnPieces>
 __device__ __forceinline__ void replace_sums(const ForwardParams& p, const Place& place, int first_column, int end,
                                              const Function& function, float (&c)[kPieces][kColumnPieces][4]) {
+    const int first = first_column + place.column(0, 0);
+    const NumbersOf<Problem::class_offset, typename Place::Columns, float> offsets(p.class_offset + first, end - first);
 #pragma unroll
     for (int j = 0; j < kColumnPieces; ++j) {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
             float bias = 0.f;
-            float offset = 0.f;
             const int column = min(first_column + place.column(j, e), end - 1);
             if constexpr (Problem::bias) bias = to_float(static_cast<const typename Problem::Element*>(p.bias)[column]);
-            if constexpr (Problem::class_offset) offset = p.class_offset[column];
+            const float offset = offsets.at(j, e, 0.f);
 #pragma unroll
             for (int i = 0; i < kPieces; ++i) {
 #pragma unroll
@@ -215,28 +241,12 @@ __device__ __forceinline__ void to_logits(const ForwardParams& p, const Place& p
     }
 }
 
-/// Groups of a thread's columns, of which there are `count` from the first one on. Each is read where it is compared: kept beside the
-/// accumulators, neither groups nor their addresses would fit.
-template <class Columns>
-struct ColumnGroups {
-    const int* first;
-    int count;
-
-    __device__ __forceinline__ ColumnGroups(const int* first_, int count_) : first(first_), count(count_) {
-        asm volatile("" : "+l"(first), "+r"(count));  // no address is worked out earlier
-    }
-    __device__ __forceinline__ int at(int j, int e) const {
-        const int column = Columns::of(j) + e;
-        return ptx::ld_global_s32(first + column, column < count, -1);
-    }
-};
-
 /// Logits of a row's group, but for its target's, become −inf. Few tiles have any: a comparison for every element finds out. `group_of`,
 /// `target_of`: a row of the tile has them.
 template <class Problem, class Params, class Place, class GroupOf, class TargetOf, int kPieces, int kColumnPieces>
 __device__ __forceinline__ void rule_out_groups(const Params& p, const Place& place, int first_column, const GroupOf& group_of,
                                                 const TargetOf& target_of, float (&c)[kPieces][kColumnPieces][4]) {
-    using Groups = ColumnGroups<typename Place::Columns>;
+    using Groups = ColumnNumbers<typename Place::Columns, int>;
     const int first = first_column + place.column(0, 0);
     const int count = (Problem::shard ? p.targets.columns : Problem::vocab_size) - first;
     int groups[kPieces][2];
@@ -253,7 +263,7 @@ __device__ __forceinline__ void rule_out_groups(const Params& p, const Place& pl
     for (int j = 0; j < kColumnPieces; ++j) {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-            const int group = of_columns.at(j, e);
+            const int group = of_columns.at(j, e, -1);
 #pragma unroll
             for (int i = 0; i < kPieces; ++i)
 #pragma unroll
@@ -273,7 +283,7 @@ __device__ __forceinline__ void rule_out_groups(const Params& p, const Place& pl
             for (int j = 0; j < kColumnPieces; ++j)
 #pragma unroll
                 for (int e = 0; e < 2; ++e) {
-                    if (again.at(j, e) == group && Place::Columns::of(j) + e != target) c[i][j][2 * h + e] = -infinity();
+                    if (again.at(j, e, -1) == group && Place::Columns::of(j) + e != target) c[i][j][2 * h + e] = -infinity();
                 }
         }
     }
@@ -337,152 +347,6 @@ __device__ __forceinline__ int class_of(const float (&c)[kColumnPieces][4], int 
         if (c[column / 2][2 * h + column % 2] == largest) within = Columns::of(column / 2) + column % 2;
     }
     return within < 0 ? FLCE_NO_CLASS : first + within;
-}
-
-/// Adds the columns' bias.
-template <class Problem, class Place, int kPieces, int kColumnPieces>
-__device__ __forceinline__ void add_bias(const DlogitsParams& p, const Place& place, int first_column,
-                                         float (&c)[kPieces][kColumnPieces][4]) {
-#pragma unroll
-    for (int j = 0; j < kColumnPieces; ++j) {
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-            const int column = first_column + place.column(j, e);
-            const float bias = column < p.columns ? to_float(static_cast<const typename Problem::Element*>(p.bias)[column]) : 0.f;
-#pragma unroll
-            for (int i = 0; i < kPieces; ++i) {
-                c[i][j][e] += bias;
-                c[i][j][2 + e] += bias;
-            }
-        }
-    }
-}
-
-/// Coefficients of a row that the Problem has: coefficients of terms that do not exist are 0. All have been divided by the row's
-/// temperature.
-template <class Problem, class Above>
-struct GradientRow {
-    float a;
-    float b;
-    float t;
-    float s;
-    Above above_lse;
-    TemperingOf<Problem> tempering;
-
-    __device__ __forceinline__ GradientRow(const DlogitsParams& /*p*/, const float4& k, float scale, float lse, float temperature)
-        : t(k.z * scale), s(k.w * scale), above_lse(lse), tempering(temperature) {
-        const float factor = scale * above_lse.factor(lse);
-        a = k.x * factor;
-        b = k.y * factor;
-    }
-
-    /// The gradient for hidden · weightᵀ + bias = x at `column` of the chunk.
-    __device__ __forceinline__ float operator()(const DlogitsParams& p, float x, int column, bool is_target) const {
-        Logit z = Problem::transform(x, p.transform);
-        if constexpr (Problem::class_offset) z.value += ptx::ld_global_f32(p.class_offset + min(column, p.columns - 1));
-        z.value = tempering.divided(z.value);
-        const float p_j = above_lse.exp(z.value);
-        float dz = p_j * (Problem::entropy ? a + b * logit_of_share(p_j, z.value) : a);
-        if (is_target) dz -= t;
-        if constexpr (Problem::label_smoothing) {
-            float weight = 1.f;
-            // Read again for every row: kept, the columns' weights would not fit beside the accumulators.
-            if constexpr (Problem::class_weight) weight = ptx::ld_global_f32(p.class_weight + min(column, p.columns - 1));
-            dz -= s * weight;
-        }
-        return dz * z.derivative;
-    }
-};
-
-/// A row's gradients where falls tell its logits: a fall's exponential and its slope are one multiply-add each. `Above` makes exponentials
-/// of falls (FallPowersAbove, FallDifferencesAbove). Slopes are a quarter of dz/dy/cap; the coefficients have the factor of 4.
-template <class Problem, class Above>
-struct FallGradientRow {
-    float a;
-    float t;
-    Above above_lse;
-
-    __device__ __forceinline__ FallGradientRow(const DlogitsParams& p, const float4& k, float scale, float lse, float /*temperature*/)
-        : above_lse(Problem::falls(p.transform), lse) {
-        // The coefficients come first: the scale may be 2^126, where they are tiny or 0, and four times that is out of range.
-        const float of_quarters = 4.f * Problem::logit_scale(p.transform);
-        a = k.x * scale * of_quarters * above_lse.factor(lse);
-        t = k.z * scale * of_quarters;
-    }
-
-    __device__ __forceinline__ float operator()(const DlogitsParams& /*p*/, float x, int /*column*/, bool is_target) const {
-        const float fall = above_lse.falls.of(x);
-        float dz = above_lse.exp(fall) * a;
-        if (is_target) dz -= t;
-        return dz * Falls::quarter_slope(fall);
-    }
-};
-
-/// GradientRow or FallGradientRow, as the Problem's logits are told. kPrecise: exponentials of rounded differences.
-template <class Problem, bool kPrecise>
-using GradientOf =
-    Select<Problem::has_falls, FallGradientRow<Problem, Select<kPrecise, FallDifferencesAbove<typename Problem::Math>, FallPowersAbove>>,
-           GradientRow<Problem, Select<kPrecise, DifferencesAbove<typename Problem::Math>, RoundedAbove<Problem>>>>;
-
-/// A thread's columns of a row, from `column` on, none of them the target's.
-template <class Columns, class GradientT, int kColumnPieces>
-__device__ __forceinline__ void replace_by_gradients(const GradientT& gradient, const DlogitsParams& p, int column,
-                                                     float (&c)[kColumnPieces][4], int h) {
-#pragma unroll
-    for (int j = 0; j < kColumnPieces; ++j) {
-#pragma unroll
-        for (int e = 0; e < 2; ++e) c[j][2 * h + e] = gradient(p, c[j][2 * h + e], column + Columns::of(j) + e, false);
-    }
-}
-
-/// Gradients of a row's group, from `column` of the chunk on, become 0.
-template <class Columns, class Params, int kColumnPieces>
-__device__ __forceinline__ void zero_group(const Params& p, int row_group, int column, float (&c)[kColumnPieces][4], int h) {
-    const ColumnGroups<Columns> groups(p.class_groups + p.first_column + column, p.columns - column);
-#pragma unroll
-    for (int j = 0; j < kColumnPieces; ++j)
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-            if (groups.at(j, e) == row_group && row_group >= 0) c[j][2 * h + e] = 0.f;
-        }
-}
-
-/// One row of hidden · weightᵀ + bias becomes its gradient, scaled. `first_column` is the tile's in the chunk.
-template <class Problem, class Params, class Place, int kColumnPieces>
-__device__ __forceinline__ void row_gradient(const Params& p, const Place& place, int first_column, int row, float scale,
-                                             float (&c)[kColumnPieces][4], int h) {
-    float4 k = make_float4(0.f, 0.f, 0.f, 0.f);
-    RowTarget target{infinity(), kIgnored};
-    float temperature = 1.f;
-    if (row < p.rows) {
-        k = static_cast<const float4*>(p.coefficients)[row];
-        target = static_cast<const RowTarget*>(p.row_targets)[row];
-        if constexpr (Problem::temperature) temperature = p.temperatures[row];
-    }
-    if constexpr (!Problem::lists_rows) {
-        // An ignored row's gradient is 0 whatever its logits are: NaN times 0 is not. Where rows are listed there is none.
-        if (target.target < 0) {
-#pragma unroll
-            for (int j = 0; j < kColumnPieces; ++j) c[j][2 * h] = c[j][2 * h + 1] = 0.f;
-        }
-    }
-    // The target's column counted from this thread's first one; outside where another tile or nobody has it. Few threads have one: a branch
-    // of their own costs less than a comparison for every element.
-    const int column = first_column + place.column(0, 0);
-    const int within = target.target - static_cast<int>(p.first_column) - column;
-    using Columns = typename Place::Columns;
-    const bool has_target = target.target >= 0 && has_column<kColumnPieces, Columns>(within);
-    float at_target = 0.f;
-    using Above = RoundedAbove<Problem>;
-    const GradientOf<Problem, true> precise(p, k, scale, target.lse, temperature);
-    if (has_target) at_target = precise(p, pick_column<Columns>(c, h, within), column + within, true);
-    if (kSame<Above, DifferencesAbove<typename Problem::Math>> || !Above::takes(target.lse)) {
-        replace_by_gradients<Columns>(precise, p, column, c, h);
-    } else {
-        replace_by_gradients<Columns>(GradientOf<Problem, false>(p, k, scale, target.lse, temperature), p, column, c, h);
-    }
-    if constexpr (Problem::class_groups) zero_group<Columns>(p, row < p.rows ? p.row_groups[row] : +kNoGroup, column, c, h);
-    if (has_target) replace_column<Columns>(c, h, within, at_target);
 }
 
 }  // namespace flce

@@ -54,23 +54,21 @@ __device__ __forceinline__ void ld_shared_v4(unsigned (&r)[4], unsigned address)
 __device__ __forceinline__ void st_shared_v4(unsigned address, const unsigned (&r)[4]) {
     asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};\n" ::"r"(address), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]) : "memory");
 }
-__device__ __forceinline__ float ld_global_f32(const float* address) {
-    float r;
-    asm volatile("ld.global.f32 %0, [%1];\n" : "=f"(r) : "l"(address) : "memory");
+/// `absent` where the number is not there.
+__device__ __forceinline__ int ld_global(const int* address, bool there, int absent) {
+    int r = absent;
+    asm volatile("{\n.reg .pred p;\nsetp.ne.s32 p, %2, 0;\n@p ld.global.s32 %0, [%1];\n}\n"
+                 : "+r"(r)
+                 : "l"(address), "r"(static_cast<int>(there))
+                 : "memory");
     return r;
 }
-/// `absent` where the number is not there.
-__device__ __forceinline__ int ld_global_s32(const int* address, bool there, int absent) {
-    int r = absent;
-    asm volatile(
-        "{\n"
-        ".reg .pred there;\n"
-        "setp.ne.s32 there, %2, 0;\n"
-        "@there ld.global.s32 %0, [%1];\n"
-        "}\n"
-        : "+r"(r)
-        : "l"(address), "r"(static_cast<int>(there))
-        : "memory");
+__device__ __forceinline__ float ld_global(const float* address, bool there, float absent) {
+    float r = absent;
+    asm volatile("{\n.reg .pred p;\nsetp.ne.s32 p, %2, 0;\n@p ld.global.f32 %0, [%1];\n}\n"
+                 : "+f"(r)
+                 : "l"(address), "r"(static_cast<int>(there))
+                 : "memory");
     return r;
 }
 __device__ __forceinline__ void ld_global_v4(unsigned (&r)[4], const void* address) {

@@ -1,6 +1,7 @@
 // Backward, after each product of some rows and columns: logits become their gradient, in the Problem's dtype.
 #pragma once
 
+#include "flce/common/gradient_epilogue.cuh"
 #include "flce/lt/sums.cuh"
 
 namespace flce {

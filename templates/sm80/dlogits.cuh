@@ -2,7 +2,7 @@
 // dz_j = (p_j·(a + b·z_j) − t·[j = y] − s·c_j) · dz_j/d(hidden · weightᵀ)_j, written in the Problem's dtype.
 #pragma once
 
-#include "flce/common/logit_epilogue.cuh"
+#include "flce/common/gradient_epilogue.cuh"
 #include "flce/sm80/tile_store.cuh"
 
 namespace flce {

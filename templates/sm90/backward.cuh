@@ -1,7 +1,7 @@
 // Backward of a vocabulary chunk on sm_90a: gradients of the logits, computed again, and the GEMM that makes grad_hidden of them.
 #pragma once
 
-#include "flce/common/logit_epilogue.cuh"
+#include "flce/common/gradient_epilogue.cuh"
 #include "flce/common/retained_epilogue.cuh"
 #include "flce/sm90/store.cuh"
 #include "flce/sm90/tickets.cuh"

@@ -246,6 +246,21 @@ INSTANTIATE_TEST_SUITE_P(
                                              "D=2048,V=50257,temperature,class_weight,label_smoothing=0.1,outputs=loss+entropy", true})),
     test_name);
 
+INSTANTIATE_TEST_SUITE_P(
+    Offsets, CudaOptionsCompile,
+    testing::Combine(testing::Values("sm_90a"),
+                     testing::Values(Variant{"Alone", "D=2048,V=50257,class_offset", true, Level::quick},
+                                     Variant{"Capped", "D=2048,V=50257,class_offset,softcap=30", true, Level::nightly},
+                                     Variant{"CappedTemperature", "D=2048,V=50257,class_offset,softcap=30,temperature", true},
+                                     Variant{"Bias", "D=2048,V=50257,class_offset,bias", true},
+                                     Variant{"Gradient", "D=2048,V=50257,dtype=fp16,class_offset,bias,offset_gradient,softcap=30", true},
+                                     Variant{"SmoothedClasses", "D=2048,V=50257,class_offset,class_weight,label_smoothing=0.1", true},
+                                     Variant{"Everything",
+                                             "D=2048,V=50257,class_offset,bias,class_weight,label_smoothing=0.1,softcap=30,temperature,"
+                                             "outputs=loss+lse+logprobs+entropy+top1+log_sum_sq_probs",
+                                             true})),
+    test_name);
+
 INSTANTIATE_TEST_SUITE_P(TokenOptions, CudaOptionsCompile,
                          testing::Combine(testing::Values("sm_80", "sm_90a"),
                                           testing::Values(Variant{"Temperature", "D=2048,V=50257,temperature", true, Level::nightly},

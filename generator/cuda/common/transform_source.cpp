@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <memory>
+#include <regex>
 #include <utility>
 #include <vector>
 
@@ -59,7 +60,16 @@ std::string transform_source(const Spec& spec, const std::string& math, const st
     const auto statements = std::make_shared<Statements>(Statements{.math = math, .indent = indent});
     const std::vector<TextNumber> parameters = parameter_names(spec, statements);
     const TransformedLogit<TextNumber> z = transform_logit(spec, TextNumber("x", statements), std::span<const TextNumber>(parameters));
-    return statements->text + fmt::format("{}return {{{}, {}}};\n", indent, z.logit.name(), z.derivative.name());
+    std::string text = statements->text + fmt::format("{}return {{{}, {}}};\n", indent, z.logit.name(), z.derivative.name());
+    // The gradient of an offset has a derivative of 1, whatever the transform's is: NVRTC warns of numbers that nobody reads.
+    for (int i = statements->count - 1; i >= 0; --i) {
+        const std::string begin = fmt::format("{}const float t{} = ", indent, i);
+        const std::size_t at = text.find(begin);
+        const std::size_t end = text.find('\n', at) + 1;
+        const std::regex use(fmt::format("\\bt{}\\b", i));
+        if (!std::regex_search(text.begin() + static_cast<std::ptrdiff_t>(end), text.end(), use)) text.erase(at, end - at);
+    }
+    return text;
 }
 
 std::string derivative_source(const Spec& spec, const std::string& indent) {

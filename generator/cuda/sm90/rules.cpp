@@ -58,7 +58,7 @@ std::int64_t smem_bytes(const Spec& spec, GemmRole role, const GemmTile& tile, i
 }
 
 /// Most accumulators, of a thread's 232 registers. A gradient's terms are alive beside the accumulators: the capped logit and its
-/// derivative, the logit's factor, the columns' weights and places.
+/// derivative, the logit's factor, smoothing's columns. A class' weight or offset is read where it is used; both are too many.
 int accumulator_limit(const Spec& spec, GemmRole role) {
     const bool smoothed_bias = spec.bias && spec.label_smoothing > 0;
     if (role == GemmRole::grad_hidden || role == GemmRole::grad_weight) return 192;
@@ -68,9 +68,11 @@ int accumulator_limit(const Spec& spec, GemmRole role) {
     const bool crowded =
         role == GemmRole::forward_retain && ((outputs.entropy && outputs.top1 && outputs.log_sum_sq_probs) ||
                                              (capped && spec.temperature && (outputs.entropy || outputs.log_sum_sq_probs)));
-    if (role != GemmRole::dlogits) return smoothed_bias ? 64 : crowded || (spec.class_weight && spec.label_smoothing > 0) ? 128 : 192;
-    const int smoothed = spec.label_smoothing <= 0 ? 0 : spec.class_weight ? 3 : capped || smoothed_bias ? 1 : 0;
-    const int terms = smoothed + (smoothed_bias ? 1 : 0) + (capped ? 1 : 0) + (spec.outputs.entropy ? 1 : 0) + (spec.class_offset ? 1 : 0);
+    const bool two_of_class = spec.label_smoothing > 0 && spec.class_weight && spec.class_offset;
+    if (role != GemmRole::dlogits) return smoothed_bias ? 64 : crowded || two_of_class ? 128 : 192;
+    const int smoothed = spec.label_smoothing > 0 && (capped || smoothed_bias) ? 1 : two_of_class ? 2 : 0;
+    const bool capped_offset = capped && spec.class_offset && (spec.bias || spec.temperature);
+    const int terms = smoothed + (smoothed_bias ? 1 : 0) + (capped ? 1 : 0) + (spec.outputs.entropy ? 1 : 0) + (capped_offset ? 1 : 0);
     return terms <= 1 ? 192 : terms == 2 ? 128 : 64;
 }
 
