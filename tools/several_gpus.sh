@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Everything that several GPUs of one host have to show, in under ten minutes: the ranks' tests over NCCL with a GPU each, the examples,
+# Everything that several GPUs of one host have to show, in some ten minutes: the ranks' tests over NCCL with a GPU each, the examples,
 # then the benchmarks one after another, with nothing beside them. NVLink multicast stays off.
 #
 #     tools/several_gpus.sh FOLDER [PART...]
 #
 # FOLDER gets a log of each part and the benchmarks' JSON; with names of parts only these run. CUDA_VISIBLE_DEVICES chooses GPUs (default:
 # all); COMMIT is what the figures are of, where this is no clone. Ends with a line a part, and with 1 if one failed. Needs a libflce
-# (FLCE_LIBRARY, or a build tree) and a Python with torch (FLCE_PYTHON, as tools/python.sh has it); where liger-cute-kernels is installed it
-# is measured too.
+# (FLCE_LIBRARY, or a build tree) and a Python with torch (FLCE_PYTHON, as tools/python.sh has it); where jax or liger-cute-kernels is
+# installed it is measured too.
 set -uo pipefail
 out=$(mkdir -p "${1:?usage: several_gpus.sh FOLDER [PART...]}" && cd "$1" && pwd) || exit 2
 parts=("${@:2}")
@@ -51,6 +51,7 @@ worker tensor_parallel_property 270 &
 } &
 wait
 worker tensor_parallel_receive 90
+((gpus != 4)) || worker lm_head_mesh 90
 
 echo "examples" >&2
 run pipeline_1f1b 60 "$python" examples/pipeline_last_stage.py --tiny &
@@ -62,6 +63,10 @@ echo "benchmarks" >&2
 of=(--commit "${COMMIT:-}")
 ranks bench_tensor_parallel 150 benchmarks/tensor_parallel.py "${of[@]}" --rounds 16 --timeline --out "$out/tensor-parallel.json"
 ranks bench_beside_nccl 60 benchmarks/beside_nccl.py "${of[@]}" --out "$out/beside-nccl.json"
+ranks bench_tensor_parallel_calls 100 benchmarks/tensor_parallel_calls.py "${of[@]}" --out "$out/tensor-parallel-calls.json"
+if "$python" -c 'import jax' 2>/dev/null; then
+    run bench_jax_mesh 100 "$python" benchmarks/jax_mesh.py "${of[@]}" --out "$out/jax-mesh.json"
+fi
 if "$python" -c 'import liger_cute_kernels, liger_kernel' 2>/dev/null; then
     ranks bench_liger 60 benchmarks/tensor_parallel.py "${of[@]}" --contenders floor6 "floor6, reduced" "flce, retained" liger \
         --shapes 8192x4096x128256 4096x2048x151936 --out "$out/tensor-parallel-liger.json"
@@ -75,5 +80,5 @@ for status in "$out"/*.status; do
     printf '%-28s %-10s %4d s  %s\n' "$name" "$([[ $code == 0 ]] && echo passed || echo "FAILED $code")" "$seconds" "$said"
     [[ $code == 0 ]] || { failed=1 && tail -n 12 "$out/$name.log" | cut -c1-300; }
 done
-grep -hE '^ *(floor|flce|loss_parallel|one GPU|liger)|^[0-9]+x|^\|' "$out"/bench_*.log
+grep -hE '^ *(floor|flce|loss_parallel|one GPU|liger|linear_|all retained|info_nce|vocabulary|tokens)|^[0-9]+x|^\|' "$out"/bench_*.log
 exit $failed
