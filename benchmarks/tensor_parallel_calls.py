@@ -1,4 +1,4 @@
-"""What is asked of an output layer beside the cross entropy, over several GPUs, to the GEMMs that it cannot do without.
+"""Calls beside the cross entropy, over several GPUs, to the GEMMs that they cannot do without.
 
     torchrun --nproc-per-node=2 benchmarks/tensor_parallel_calls.py [--shape 4096x2048x4096x151936] [--rounds 8] [--out FILE.json]
 
@@ -32,7 +32,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import flce
 
 K = 64
-DIMENSIONS = 1024  # of an embedding
+EMBEDDING = 1024  # dimensions
 FEWER = 512  # rows that the last rank's shard lacks
 
 
@@ -57,7 +57,7 @@ class Layer:
         rows = slice(self.rank * most, min((self.rank + 1) * most, classes))
         self.weight = self.whole[rows].clone().requires_grad_()
         self.teacher_weight = self.teacher_whole[rows].clone()
-        embeddings = [torch.nn.functional.normalize(drawn(self.ranks * queries, DIMENSIONS), dim=-1) for _ in range(2)]
+        embeddings = [torch.nn.functional.normalize(drawn(self.ranks * queries, EMBEDDING), dim=-1) for _ in range(2)]
         mine = slice(self.rank * queries, (self.rank + 1) * queries)
         self.all_queries, self.all_documents = embeddings
         self.queries, self.documents = (each[mine].clone().requires_grad_() for each in embeddings)
