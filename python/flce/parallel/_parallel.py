@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -14,6 +15,7 @@ from flce import errors
 from flce.core import checks
 from flce.core._frame import Parallel
 from flce.core._kernel_key import DTYPE_NAMES
+from flce.parallel import _mailbox
 
 if dist.is_available():
     from torch.distributed import ProcessGroup
@@ -91,11 +93,20 @@ def group_of(given: Any, name: str = "process_group") -> Any:
 # ── Between hosts ───────────────────────────────────
 
 _hosts: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # groups made by `_between_hosts`, by the caller's group
+_mailboxes: weakref.WeakKeyDictionary[Any, _mailbox.Mailbox | None] = weakref.WeakKeyDictionary()  # by group; None: on several machines
 _made: dict[str, int] = {}  # how many of a group's name
 
 
 def told_by_hosts(group: Any, numbers: Sequence[int]) -> list[tuple[int, ...]]:
     """Every rank's numbers of 64 bits, in the order of ranks; each rank gives equally many. Waits for the other ranks and for no device."""
+    if group not in _mailboxes:
+        by_gloo = functools.partial(_told_by_gloo, group)
+        _mailboxes[group] = _mailbox.open_between(by_gloo, group.rank(), group.size(), _timeout_of(group).total_seconds())
+    mailbox = _mailboxes[group]
+    return _told_by_gloo(group, numbers) if mailbox is None or len(numbers) > _mailbox.MOST else mailbox.tell(numbers)
+
+
+def _told_by_gloo(group: Any, numbers: Sequence[int]) -> list[tuple[int, ...]]:
     mine = torch.tensor(numbers, dtype=torch.int64, device="cpu")
     everyone = mine.new_empty(group.size() * len(numbers))
     _between_hosts(group)._allgather_base(everyone, mine).wait()
