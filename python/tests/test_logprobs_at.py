@@ -195,6 +195,58 @@ def test_many_classes(device: str, count: int, retain: bool, normalize: str) -> 
         near(got, wanted, GRADIENT_BOUND[dtype])
 
 
+MANY_OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "falls": {"softcap": 20.0},
+    "capped": {"logit_scale": 0.7, "softcap": 5.0, "temperature": True},
+    "offsets": {"class_offset": True, "softcap": 5.0},
+    "far above": {"bias": True},
+}
+
+
+@pytest.mark.parametrize("name", MANY_OPTIONS)
+@pytest.mark.parametrize(("dtype", "hidden_major"), [(torch.bfloat16, False), (torch.bfloat16, True), (torch.float16, False)])
+@pytest.mark.parametrize("retain", [True, False])
+@pytest.mark.parametrize("count", [260, 1024])
+def test_many_classes_of_many_tokens(device: str, dtype: torch.dtype, hidden_major: bool, count: int, retain: bool, name: str) -> None:
+    """Classes that Hopper's forward picks from its own tiles: some tiles have hundreds of a token's, others none. Classes are named again,
+    once or a thousand times; the vocabulary's last ones are named, and some tokens name nothing. "far above": one class is 45 nats above
+    all others, and references of retained exponentials know it in some rows alone."""
+    tokens, depth, classes = 333, 192, 3064
+    generator = torch.Generator().manual_seed(12)
+    dtype = dtype if device == "cuda" else torch.float32
+    hidden = torch.randn(tokens, depth, generator=generator).to(device, dtype).requires_grad_()
+    weight = (0.1 * torch.randn(classes, depth, generator=generator)).to(device, dtype)
+    weight = (weight.t().contiguous().t() if hidden_major else weight).requires_grad_()
+    ids = (classes * torch.rand(tokens, count, generator=generator) ** 3).long()
+    ids[:, 7::16] = classes - 1 - torch.arange(count)[7::16] // 16
+    ids[5:40, 3:] = -1
+    ids[41], ids[42], ids[43:60] = 17, torch.arange(count), -1
+    ids[60:80, 9::3] = -1
+    ids[::3, 1] = 2000
+    ids = ids.to(device)
+    options = dict(MANY_OPTIONS[name])
+    if "temperature" in options:
+        options["temperature"] = (torch.rand(tokens, generator=generator) + 0.5).to(device)
+    if "class_offset" in options:
+        options["class_offset"] = torch.randn(classes, generator=generator).to(device).requires_grad_()
+    if "bias" in options:
+        bias = torch.randn(classes, generator=generator)
+        bias[2000] = 45
+        options["bias"] = bias.to(device, dtype).requires_grad_()
+    made = flce.linear_logprobs_at(hidden, weight, ids, retain_in_grad_weight=retain, return_lse=True, **options)
+    expected = right(hidden, weight, ids, **options)
+    for got, wanted in zip(made, expected[:2], strict=True):
+        near(got, wanted, OUTPUT_BOUND[dtype])
+        near(got[-80:], wanted[-80:], 2 * OUTPUT_BOUND[dtype])
+    assert not made[0][ids == -1].any() and torch.equal(made[0][41], made[0][41, :1].expand(count))
+    upstream = torch.randn(tokens, count, generator=generator).to(device)
+    parameters = [hidden, weight, *(options[name] for name in ("bias", "class_offset") if name in options)]
+    gradients = torch.autograd.grad((made[0] * upstream).sum(), parameters)
+    for got, wanted in zip(gradients, torch.autograd.grad((expected[0] * upstream).sum(), parameters), strict=True):
+        near(got, wanted, GRADIENT_BOUND[dtype])
+
+
 def test_nothing_named_is_0(device: str, normalize: str) -> None:
     hidden, weight, ids = tensors(device)
     for of_none in (torch.full_like(ids, -1), ids[:0]):

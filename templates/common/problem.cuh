@@ -40,6 +40,7 @@ struct PlainProblem {
     enum : bool { square_sum = false };                  ///< RowSums::exp_sq_sum is wanted
     enum : bool { stores_derivative = false };           ///< retained exponentials are multiplied by the logits' derivative
     enum : bool { teacher = false };                     ///< rows have classes that a teacher names
+    enum : bool { picks_named = false };                 ///< forward picks the logits of a teacher's classes from its tiles
     enum : bool { support = false };                     ///< a row's softmax is over the classes that its teacher names
     enum : bool { divergence = false };                  ///< the loss is a divergence from a teacher's head
     enum : bool { sums_bias = false };                   ///< SumsBias

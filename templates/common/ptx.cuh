@@ -21,6 +21,12 @@ __device__ __forceinline__ void cp_async_cg_16_if(bool exists, unsigned destinat
         "l"(source), "r"(static_cast<int>(exists))
         : "memory");
 }
+/// Copies `bytes` (0..8) through L1 and fills the rest of the 8 with zeros; reads nothing when bytes is 0.
+__device__ __forceinline__ void cp_async_ca_8(unsigned destination, const void* source, int bytes) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;\n" ::"r"(destination), "l"(source), "r"(bytes) : "memory");
+}
+/// Waits for this thread's copies.
+__device__ __forceinline__ void cp_async_wait_all() { asm volatile("cp.async.wait_all;\n" ::: "memory"); }
 __device__ __forceinline__ void cp_async_commit_group() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }
 template <int kPending>
 __device__ __forceinline__ void cp_async_wait_group() {
@@ -43,6 +49,11 @@ __device__ __forceinline__ void ldmatrix_x4_trans(unsigned (&r)[4], unsigned add
 __device__ __forceinline__ unsigned ld_shared_b32(unsigned address) {
     unsigned r;
     asm volatile("ld.shared.b32 %0, [%1];\n" : "=r"(r) : "r"(address) : "memory");
+    return r;
+}
+__device__ __forceinline__ unsigned long long ld_shared_b64(unsigned address) {
+    unsigned long long r;
+    asm volatile("ld.shared.b64 %0, [%1];\n" : "=l"(r) : "r"(address) : "memory");
     return r;
 }
 __device__ __forceinline__ void st_shared_b32(unsigned address, unsigned value) {

@@ -70,6 +70,42 @@ __device__ __forceinline__ float largest_of_classes(const ReferencesParams& p, c
     return largest;
 }
 
+/// The largest of `reference` and the logits of a few of the classes that a row's teacher names, from all over its places. For Problems
+/// whose forward finds the logits of named classes: none is known yet. A class is far above all of these few only where the row is nearly
+/// certain of that class, and the row is then written again.
+template <class Problem>
+__device__ __forceinline__ float largest_of_some_named(const ReferencesParams& p, const ListedRow& listed, float reference) {
+    constexpr int kAtOnce = 4;
+    constexpr int kSamples = 8;
+#pragma unroll 1
+    for (int sample = 0; sample < kSamples; sample += kAtOnce) {
+        int ids[kAtOnce];
+        int known = kIgnored;
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+            const int k = static_cast<int>(static_cast<long long>(p.teacher.top_k) * (sample + i) / kSamples);
+            ids[i] = teacher_id<Problem>(p.teacher, static_cast<long long>(listed.row) * p.teacher.top_k + k);
+            if (ids[i] < 0 || ids[i] == kElsewhere) ids[i] = known;
+            known = ids[i];
+        }
+        if (known < 0) continue;
+#pragma unroll
+        for (int& id : ids) id = id < 0 ? known : id;
+        reference = fmaxf(reference, largest_of_classes<Problem>(p, listed, ids));
+    }
+    return reference;
+}
+
+/// The largest of `reference` and logits of the classes that a row's teacher names: all, where they are known.
+template <class Problem>
+__device__ __forceinline__ float reference_of_named(const ReferencesParams& p, const ListedRow& listed, float reference) {
+    if constexpr (Problem::picks_named) {
+        return largest_of_some_named<Problem>(p, listed, reference);
+    } else {
+        return largest_named<Problem>(p.teacher, listed.row, reference);
+    }
+}
+
 /// Reference in a shard: the largest logit of the shard's among a row's target and named classes. Where the shard has none of them: the
 /// largest of a few logits from all over the shard. A class is far above all of these few only where the row is certain of that class, and
 /// the four dot products cost as much as four classes among the thousands of the exponentials. Where that class is more than
@@ -80,7 +116,7 @@ __device__ __forceinline__ float reference_in_shard(const ReferencesParams& p, c
     float reference = -infinity();
     if (listed.target >= 0 && listed.target != kElsewhere) reference = largest_of_classes<Problem>(p, listed, {listed.target});
     if constexpr (Problem::teacher) {
-        if (listed.target >= 0) reference = largest_named<Problem>(p.teacher, listed.row, reference);
+        if (listed.target >= 0) reference = reference_of_named<Problem>(p, listed, reference);
     }
     if (reference > -infinity()) return reference;
     int ids[kSamples];
@@ -97,7 +133,7 @@ __device__ __forceinline__ float reference_of(const ReferencesParams& p, const L
     if constexpr (Problem::shard) return reference_in_shard<Problem>(p, listed);
     float logit = largest_of_classes<Problem>(p, listed, {max(listed.target, 0)});
     if constexpr (Problem::teacher) {
-        if (listed.target >= 0) logit = largest_named<Problem>(p.teacher, listed.row, logit);
+        if (listed.target >= 0) logit = reference_of_named<Problem>(p, listed, logit);
     }
     return logit;
 }

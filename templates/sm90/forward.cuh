@@ -7,6 +7,7 @@
 
 #include "flce/sm90/forward_walk.cuh"
 #include "flce/sm90/logit_form.cuh"
+#include "flce/sm90/named_picks.cuh"
 #include "flce/sm90/top_lists.cuh"
 
 namespace flce {
@@ -22,13 +23,15 @@ struct ForwardSm90 {
     using Sink = ExponentialSink<Launch>;
     using Sums = ForwardSums<Launch, Form>;
     using Lists = TopListsSm90<Launch, Form>;
+    using Picks = NamedPicks<Launch, Form>;
     enum : int { kSlices = ceil_div(Problem::hidden_size, TileT::kBlockK) };
     enum : unsigned { kWarps = TileT::kCluster * TileT::kConsumers * 4 };  ///< warps of a cluster's consumers
 
     enum : int { kPanelsAt = MainloopT::kRingBytes };
     enum : int { kSumsAt = kPanelsAt + Sink::kBytes };
     enum : int { kListsAt = kSumsAt + Sums::kBytes };
-    enum : int { kBarriersAt = kListsAt + Lists::kBytes };
+    enum : int { kPicksAt = kListsAt + Lists::kBytes };
+    enum : int { kBarriersAt = kPicksAt + Picks::kBytes };
     enum : int { kJobsAt = kBarriersAt + MainloopT::kBarrierBytes };
     enum : int { kWordsAt = kJobsAt + TileNumbers<TileT>::kBytes };
     enum : int { kWalkAt = kWordsAt + TileWords<TileT>::kBytes };
@@ -58,6 +61,11 @@ struct ForwardSm90 {
     __device__ __forceinline__ Form form() const { return {launch}; }
     __device__ __forceinline__ Sums sums() const { return {launch, mainloop.place, stash}; }
     __device__ __forceinline__ Lists lists() const { return {launch, mainloop.place, stash + Sums::kBytes / 4}; }
+
+    __device__ __forceinline__ Picks picks() const {
+        const unsigned record = ptx::shared_address(dynamic_smem) + kPicksAt + (threadIdx.x - 128u) * 8u;
+        return {launch, mainloop.place, record};
+    }
 
     __device__ __forceinline__ void run() {
         if (blockIdx.x == 0 && threadIdx.x == 0) {
@@ -147,6 +155,7 @@ struct ForwardSm90 {
             }
             forget_place();
             if constexpr (Problem::top_k > 0) lists().begin(word.part(), word.row_cluster());
+            if constexpr (Problem::picks_named) picks().begin(static_cast<int>(word.number), word.row_cluster());
             Accumulators c;
             MainloopT::clear(c);
             mainloop.consume(c, kSlices, Launch::kLists && !word.neighbours());
@@ -178,6 +187,7 @@ struct ForwardSm90 {
         float weighted[Form::kPieces][2] = {};
         form().make(mainloop.place, tile, c, weighted);
         if constexpr (Problem::top_k > 0) lists().add(c, tile);
+        if constexpr (Problem::picks_named) picks().wait();
 #pragma unroll
         for (int i = 0; i < Form::kPieces; ++i) {
 #pragma unroll
@@ -188,6 +198,7 @@ struct ForwardSm90 {
                 if (target >= 0 && has_column<Form::kColumnPieces>(within)) {
                     p.target_logits[row] = form().logit(pick_column(c[i], h, within));
                 }
+                if constexpr (Problem::picks_named) picks().pick(form(), c[i], i, h, row);
                 if constexpr (Problem::label_smoothing) sums().add_weighted(tile.part, 2 * i + h, weighted[i][h]);
             }
         }

@@ -11,7 +11,8 @@ template <class Problem_, class TileT_>
 struct ForwardLaunch {
     using Problem = Problem_;
     using TileT = TileT_;
-    using Params = TemperedOf<Problem, Select<kStretches<Problem>, ForwardStretchSm90Params, ForwardSm90Params>>;
+    using GemmParams = Select<kStretches<Problem>, ForwardStretchSm90Params, ForwardSm90Params>;
+    using Params = TemperedOf<Problem, Select<Problem::picks_named, WithNamed<GemmParams>, GemmParams>>;
     enum : bool { kFew = TileT::kCluster == 1 };  ///< few tokens: one tile holds every token, so no list of valid rows is needed
     enum : bool { kLists = Problem::lists_rows && !kFew };
     enum : int { kSegment = Problem::segment_tiles };  ///< tiles of a segment, which has sums of its own; 0: a share's tiles are added up

@@ -10,5 +10,6 @@
 #include "flce/sm90/backward_chunks.cuh"
 #include "flce/sm90/forward.cuh"
 #include "flce/sm90/grad_weight.cuh"
+#include "flce/sm90/named_tiles.cuh"
 #include "flce/sm90/references.cuh"
 #include "flce/sm90/scatter_rows.cuh"

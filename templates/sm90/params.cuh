@@ -48,6 +48,28 @@ struct ForwardStretchSm90Params : ForwardSm90Params {
     int columns;
 };
 
+/// Classes that rows name, by the tiles of forward that have them.
+struct NamedLists {
+    unsigned long long* records;  ///< [rows][tiles] TileRecord
+    unsigned* names;              ///< [rows][top_k] TileName of each place that names a class, tile after tile
+    int tiles;                    ///< tiles of the vocabulary
+    int unused;
+};
+
+/// Parameters of a kernel of forward that picks the logits of named classes.
+template <class Params>
+struct WithNamed : Params {
+    TeacherParams teacher;
+    NamedLists named;
+};
+
+/// Makes NamedLists.
+struct NamedTilesParams : TeacherLogitsParams {
+    NamedLists named;
+    int rows;
+    int tile_columns;
+};
+
 struct DlogitsSm90Params : DlogitsParams {
     TensorMap hidden_map;
     TensorMap weight_map;

@@ -43,6 +43,7 @@ constexpr Variant kGroupsEverything = {
     "D=200,V=1001,whole_vocab_size=3000,dtype=fp16,grad_hidden_dtype=fp32,bias,class_weight,class_groups,z_loss=0.001,softcap=30,"
     "logit_scale=0.5,temperature,outputs=loss+lse+logprobs+entropy+top1+log_sum_sq_probs"};
 constexpr Variant kTeacher = {"Bf16Teacher", "D=2048,V=151936,teacher_top_k=64"};
+constexpr Variant kManyNames = {"Bf16ManyNames", "D=2048,V=151936,teacher_top_k=1024"};
 constexpr Variant kTeacherEverything = {
     "Fp16TeacherEverything",
     "D=200,V=1001,dtype=fp16,weight_dtype=fp32,bias,label_smoothing=0.1,z_loss=0.001,softcap=30,logit_scale=0.5,"
@@ -64,9 +65,9 @@ constexpr Variant kFp32Weight = {"Bf16Fp32Weight", "D=2048,V=151936,weight_dtype
 class CudaSourceCompile : public testing::TestWithParam<std::tuple<const char*, Variant>> {};
 
 constexpr const char* kArchitectures[] = {"sm_80", "sm_90a", "sm_100a", "sm_120"};
-constexpr Variant kVariants[] = {kPlain,  kEverything,      kFp16HiddenMajor,  kFp32Everything,    kFp32Weight,
-                                 kTokens, kGroups,          kGroupsEverything, kTeacher,           kTeacherEverything,
-                                 kShard,  kShardEverything, kSupport,          kSupportEverything, kSupportShallow};
+constexpr Variant kVariants[] = {kPlain,   kEverything,        kFp16HiddenMajor, kFp32Everything,    kFp32Weight, kTokens,
+                                 kGroups,  kGroupsEverything,  kTeacher,         kTeacherEverything, kShard,      kShardEverything,
+                                 kSupport, kSupportEverything, kSupportShallow,  kManyNames};
 
 // Every path with every option, and each architecture, are quick. Architectures without a path of their own have the kernels of sm_80.
 Level level_of(std::string_view arch, std::string_view variant) {
@@ -80,14 +81,15 @@ Level level_of(std::string_view arch, std::string_view variant) {
     if (arch != "sm_80" && arch != "sm_90a") return Level::nightly;
     // The path of sm_90a has bf16 and fp16 layers of some depth; others are compiled for it as for sm_80.
     const bool own_path = plain || variant == kTokens.name || variant == kGroups.name || variant == kTeacher.name ||
-                          variant == kShard.name || variant == kFp32Weight.name;
+                          variant == kManyNames.name || variant == kShard.name || variant == kFp32Weight.name;
     return (arch == "sm_90a" ? own_path : everything || variant == kFp16HiddenMajor.name) ? Level::quick : Level::nightly;
 }
 
 void expect_sound(const std::vector<KernelResources>& report, const Plan& plan) {
     for (const KernelResources& used : report) {
         const bool of_rows = used.name.starts_with("flce_teacher") || used.name.starts_with("flce_retained") ||
-                             used.name.starts_with("flce_gather") || used.name.starts_with("flce_sort");
+                             used.name.starts_with("flce_gather") || used.name.starts_with("flce_sort") ||
+                             used.name.starts_with("flce_named");
         if (!test::has_main_loop(used.name) && !of_rows) continue;
         EXPECT_EQ(used.stack_bytes, 0) << used.name << " with " << plan.text();
         EXPECT_EQ(used.spill_store_bytes, 0) << used.name << " with " << plan.text();
@@ -273,13 +275,15 @@ INSTANTIATE_TEST_SUITE_P(
     Teachers, CudaOptionsCompile,
     testing::Combine(
         testing::Values("sm_80", "sm_90a"),
-        testing::Values(Variant{"Bf16HiddenMajor", "D=200,V=1000,layout=hidden_major,bias,teacher_top_k=1024", true, Level::nightly},
-                        Variant{"Fp32HiddenMajor", "D=200,V=1001,dtype=fp32,layout=hidden_major,teacher_top_k=1", true},
-                        Variant{"Bf16Capped", "D=2048,V=50257,bias,temperature,softcap=30,teacher_top_k=64", true},
-                        Variant{"Bf16Smoothed", "D=2048,V=50257,label_smoothing=0.1,teacher_top_k=64,hard_weight=0.5", true,
-                                Level::nightly},
-                        Variant{"Fp32", "D=200,V=1001,dtype=fp32,bias,temperature,softcap=30,teacher_top_k=8", true, Level::nightly},
-                        Variant{"Bf16Fp32WeightHiddenMajor", "D=200,V=1000,weight_dtype=fp32,layout=hidden_major,teacher_top_k=8", true})),
+        testing::Values(
+            Variant{"Bf16HiddenMajor", "D=200,V=1000,layout=hidden_major,bias,teacher_top_k=1024", true, Level::nightly},
+            Variant{"Fp32HiddenMajor", "D=200,V=1001,dtype=fp32,layout=hidden_major,teacher_top_k=1", true},
+            Variant{"Bf16Capped", "D=2048,V=50257,bias,temperature,softcap=30,teacher_top_k=64", true},
+            Variant{"Bf16ManyCapped", "D=2048,V=50257,bias,temperature,softcap=30,teacher_top_k=1024,outputs=loss+entropy", true},
+            Variant{"Fp16ManyHiddenMajor", "D=200,V=1008,dtype=fp16,layout=hidden_major,class_offset,softcap=30,teacher_top_k=256", true},
+            Variant{"Bf16Smoothed", "D=2048,V=50257,label_smoothing=0.1,teacher_top_k=64,hard_weight=0.5", true, Level::nightly},
+            Variant{"Fp32", "D=200,V=1001,dtype=fp32,bias,temperature,softcap=30,teacher_top_k=8", true, Level::nightly},
+            Variant{"Bf16Fp32WeightHiddenMajor", "D=200,V=1000,weight_dtype=fp32,layout=hidden_major,teacher_top_k=8", true})),
     test_name);
 
 INSTANTIATE_TEST_SUITE_P(
@@ -288,6 +292,7 @@ INSTANTIATE_TEST_SUITE_P(
         testing::Values("sm_80", "sm_90a"),
         testing::Values(
             Variant{"Bf16Teacher", "D=2048,V=32064,whole_vocab_size=128256,bias,label_smoothing=0.1,teacher_top_k=64,hard_weight=0.5"},
+            Variant{"Bf16ManyNames", "D=2048,V=32064,whole_vocab_size=128256,label_smoothing=0.1,teacher_top_k=512,hard_weight=0.5"},
             Variant{"Bf16Capped", "D=2048,V=32064,whole_vocab_size=128256,softcap=30,temperature,outputs=loss+entropy+top1"},
             Variant{"Bf16SmoothedClasses", "D=2048,V=32064,whole_vocab_size=128256,class_weight,label_smoothing=0.1", false,
                     Level::nightly},

@@ -88,6 +88,21 @@ TEST_P(Shards, GradHiddenInFp32_WithinBounds) {
     EXPECT_TRUE(run_and_judge_shards(kernel, make_problem(whole, o), shards_of(200, rows)));
 }
 
+// More names than classes, so that shards have many of a token's, one alone, or none.
+TEST_P(Shards, OfManyNamedClasses_WithinBounds) {
+    const Rows rows{130, 1, 69, 0};
+    Spec whole = whole_spec(64, 200);
+    if (whole.teacher_top_k == 0 || whole.support) GTEST_SKIP() << "there is no teacher of the whole vocabulary";
+    whole.teacher_top_k = 300;
+    const auto kernel = kernel_of_shards(target(), whole, rows);
+    for (const std::int64_t num_tokens : {90, 270}) {
+        ProblemOptions o;
+        o.num_tokens = num_tokens;
+        o.ignored = Ignored::some;
+        EXPECT_TRUE(run_and_judge_shards(kernel, make_problem(whole, o), shards_of(200, rows)));
+    }
+}
+
 TEST_P(Shards, LabelsAtFault_AreOneFaultOnEveryShard) {
     const Rows rows{90, 110};
     const Spec whole = whole_spec(64, 200);

@@ -94,11 +94,10 @@ LaunchBuilder<ForwardParams> forward_launch(const ForwardPass& pass, KernelRole 
     return launch;
 }
 
-std::vector<Statement> teacher_logits_steps(const ForwardPass& pass) {
+LaunchBuilder<TeacherLogitsParams> teacher_logits_launch(const ForwardPass& pass, KernelRole kernel) {
     using Params = TeacherLogitsParams;
     const LaunchRows& rows = pass.rows;
-    if (pass.spec.teacher_top_k == 0) return {};
-    LaunchBuilder<Params> launch(pass.source.kernel(KernelRole::teacher_logits), rows.count);
+    LaunchBuilder<Params> launch(pass.source.kernel(kernel), rows.count);
     launch.set(&Params::hidden, hidden_row_at(pass.spec, rows.base))
         .set(&Params::weight, slot(Slot::weight))
         .set(&Params::bias, slot(Slot::bias))
@@ -110,7 +109,12 @@ std::vector<Statement> teacher_logits_steps(const ForwardPass& pass) {
         .set_list(&Params::list, pass.list, rows.first)
         .set(&Params::first_row, rows.base)
         .set_transform(&Params::transform, pass.spec);
-    return {launch.build()};
+    return launch;
+}
+
+std::vector<Statement> teacher_logits_steps(const ForwardPass& pass) {
+    if (pass.spec.teacher_top_k == 0) return {};
+    return {teacher_logits_launch(pass, KernelRole::teacher_logits).build()};
 }
 
 namespace {
@@ -309,9 +313,10 @@ std::vector<Statement> outputs_of_gemm(const ForwardPass& pass, std::vector<Stat
         of_stretch.push_back({Loop{kRowsLoop, pass.layout.launches, std::move(gemm)}});
         body.push_back({Loop{kStretchLoop, pass.layout.stretches, std::move(of_stretch)}});
     } else {
-        steps = with_columns(pass.spec, std::move(gemm));
+        steps = pass.named;
+        std::ranges::move(with_columns(pass.spec, std::move(gemm)), std::back_inserter(steps));
     }
-    std::ranges::move(teacher_logits_steps(pass), std::back_inserter(steps));
+    if (pass.named.empty()) std::ranges::move(teacher_logits_steps(pass), std::back_inserter(steps));
     std::ranges::move(before, std::back_inserter(steps));
     steps.push_back(row_outputs_launch(pass, {}));
     std::ranges::move(for_all_rows(pass, std::move(steps)), std::back_inserter(body));

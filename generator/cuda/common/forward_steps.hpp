@@ -37,10 +37,11 @@ struct ForwardPass {
     const Plan& plan;
     const CudaSource& source;
     const ForwardLayout& layout;
-    Expr list;            ///< address of the list of tokens, or 0
-    LaunchRows rows;      ///< tokens of the launch that kRowsLoop is at
-    Expr splits{0};       ///< partial sums of a row, 0 where only the device knows how many
-    ColumnRange columns;  ///< columns that a GEMM computes: all, or the stretch that kStretchLoop is at
+    Expr list;                     ///< address of the list of tokens, or 0
+    LaunchRows rows;               ///< tokens of the launch that kRowsLoop is at
+    Expr splits{0};                ///< partial sums of a row, 0 where only the device knows how many
+    ColumnRange columns;           ///< columns that a GEMM computes: all, or the stretch that kStretchLoop is at
+    std::vector<Statement> named;  ///< a path's own steps before the GEMM, in the place of teacher_logits_steps; none: the path has none
 
     ForwardPass(const Spec& spec, const Plan& plan, const CudaSource& source, const ForwardLayout& layout);
 };
@@ -66,6 +67,8 @@ template <class Stretch, class Params>
     return build_with_rows(std::move(of_stretch), pass.spec, row_numbers_at(pass.rows));
 }
 
+/// Parameters of kernels that begin with a row's named classes.
+[[nodiscard]] LaunchBuilder<TeacherLogitsParams> teacher_logits_launch(const ForwardPass& pass, KernelRole kernel);
 /// Logits of the classes that a teacher names, before row_outputs: one launch, or none where the spec has no teacher.
 [[nodiscard]] std::vector<Statement> teacher_logits_steps(const ForwardPass& pass);
 

@@ -13,7 +13,7 @@ namespace flce {
 #define FLCE_KERNEL_ROLES(X)                                                                              \
     /* Forward. */                                                                                        \
     X(forward) X(forward_few /* with few tokens */) X(references) X(teacher_logits) X(merge_stretch)      \
-    X(top_classes)                                                                                        \
+    X(top_classes) X(named_tiles)                                                                         \
     X(row_outputs) X(shard_sums /* for row_outputs where the vocabulary lies on several ranks */)         \
     /* Merge, which has merge_shards in the place of row_outputs. */                                      \
     X(merge_shards) X(reduce_loss)                                                                        \

@@ -40,7 +40,7 @@ Expr RetainedLaunch::if_retained(const Expr& address) const { return select(less
 std::vector<Statement> retaining_steps(const ForwardPass& pass, const RetainedLaunch& retained, const Expr& compact,
                                        const std::function<std::vector<Statement>(bool again)>& gemm) {
     const Expr any = less(0, retained.layout.columns);
-    std::vector<Statement> steps = teacher_logits_steps(pass);
+    std::vector<Statement> steps = pass.named.empty() ? teacher_logits_steps(pass) : pass.named;
     steps.push_back({If{any, {references_launch(pass, retained, compact)}}});
     std::ranges::move(with_columns(pass.spec, gemm(false)), std::back_inserter(steps));
     steps.push_back(row_outputs_launch(pass, {retained.if_retained(retained.references), retained.if_retained(retained.target_logits),

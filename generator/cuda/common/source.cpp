@@ -122,6 +122,10 @@ void CudaSource::add(KernelRole role, const KernelEntry& entry) {
 KernelWriter::KernelWriter(const Spec& spec, const Device& device, const Plan& plan, const KernelFamily& family)
     : spec_(spec),
       configuration_(fmt::format("#include \"flce/{}\"\n\n", family.header) + problem_struct(spec, plan, family)),
+      // Kernels over tiles are those of a spec without a teacher, but for those of a forward that picks.
+      problem_of_rows_(spec.teacher_top_k == 0 ? "Problem"
+                       : family.picks_named    ? "flce::TaughtByTiles<Problem>"
+                                               : "flce::Taught<Problem>"),
       overlaps_(family.overlaps) {
     if (has_teacher_head(spec)) configuration_ += problem_struct(teacher_head(spec), plan, family, "Teacher");
     source_.options = {"--gpu-architecture=" + device.gpu.arch, "--std=c++17"};
@@ -172,13 +176,11 @@ void KernelWriter::option_kernels() {
 }
 
 void KernelWriter::rows(KernelRole role, std::string_view params, int threads, Waits waits, std::string_view function) {
-    // Kernels over tiles are those of a spec without a teacher.
-    const char* problem = spec_.teacher_top_k > 0 ? "flce::Taught<Problem>" : "Problem";
     std::string begin;
     if (overlaps_ && waits != Waits::itself) begin += "flce::ptx::griddepcontrol_wait();\n    ";
     if (overlaps_ && waits == Waits::before_it_calls) begin += "flce::ptx::griddepcontrol_launch_dependents();\n    ";
     if (function.empty()) function = to_string(role);
-    add(source_.units.front(), role, params, fmt::format("{}flce::{}<{}>(p)", begin, function, problem), {.threads = threads});
+    add(source_.units.front(), role, params, fmt::format("{}flce::{}<{}>(p)", begin, function, problem_of_rows_), {.threads = threads});
     source_.units.front().kernels.back().overlaps_previous = overlaps_;
     source_.kernels.back().overlaps_previous = overlaps_;
 }

@@ -52,6 +52,7 @@ struct KernelFamily {
     int segment_tiles = 0;                    ///< tiles of forward that are summed up apart from all others, with batch_invariant
     int retained_columns = kRetainedColumns;  ///< CudaPath's
     bool stretches = false;                   ///< whether a launch of forward may compute some columns of the vocabulary
+    bool picks_named = false;                 ///< whether forward picks the logits of a teacher's classes from its tiles
     bool tells_falls = true;                  ///< whether kernels have Falls where a spec allows them
 };
 
@@ -81,6 +82,7 @@ private:
     const Spec& spec_;
     CudaSource source_;
     std::string configuration_;
+    std::string problem_of_rows_;  ///< type that kernels over rows are instances for
     bool overlaps_;
 };
 

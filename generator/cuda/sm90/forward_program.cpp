@@ -38,6 +38,34 @@ struct ForwardPassSm90 : ForwardPass {
     }
 };
 
+/// Sets `lists`, a field of Params, to the lists of named classes by tiles.
+template <class Params, class Holder>
+void set_named(LaunchBuilder<Params>& launch, const ForwardPassSm90& pass, NamedLists Holder::* lists) {
+    launch.set(lists, &NamedLists::records, workspace_at(pass.layout.named_records))
+        .set(lists, &NamedLists::names, workspace_at(pass.layout.named_names))
+        .set(lists, &NamedLists::tiles, named_tiles(pass.spec, pass.plan));
+}
+
+/// Steps before the GEMM: named classes are sorted by its tiles. Few tokens have products with single rows of the weight instead.
+std::vector<Statement> named_steps(const ForwardPassSm90& pass) {
+    if (!picks_named(pass.spec)) return {};
+    using Params = NamedTilesParams;
+    LaunchBuilder<Params> launch(teacher_logits_launch(pass, KernelRole::named_tiles));
+    launch.set(&Params::rows, pass.rows.count).set(&Params::tile_columns, pass.plan.cuda.forward.block_n);
+    set_named(launch, pass, &Params::named);
+    return {{If{pass.kernels.front().takes, teacher_logits_steps(pass)}}, {If{pass.kernels.back().takes, {launch.build()}}}};
+}
+
+/// The launch of one of the GEMM's kernels.
+Statement build_forward(const ForwardPassSm90& pass, const ForwardKernel& kernel, LaunchBuilder<ForwardSm90Params> launch) {
+    if (!picks_named(pass.spec) || kernel.role != KernelRole::forward) return build_gemm<ForwardStretchSm90Params>(pass, std::move(launch));
+    using Params = WithNamed<ForwardSm90Params>;
+    LaunchBuilder<Params> picking(std::move(launch));
+    picking.set_teacher(&Params::teacher, pass.spec, pass.rows.base);
+    set_named(picking, pass, &Params::named);
+    return build_with_rows(std::move(picking), pass.spec, row_numbers_at(pass.rows));
+}
+
 /// Bytes from a column of the weight that is read as it is to the next; where it is rounded, the launch's columns begin the rounded part.
 std::int64_t column_stride(const Spec& spec) {
     if (rounds_weight(spec)) return 0;
@@ -103,7 +131,7 @@ Statement forward_retain_launch(const ForwardPassSm90& pass, const ForwardKernel
         .set(&Params::stale, pass.retained.if_retained(pass.retained.stale))
         .set(&Params::retained_columns, retained.columns)
         .set(&Params::again, again ? 1 : 0);
-    return build_with_rows(std::move(launch), pass.spec, row_numbers_at(rows));
+    return build_forward(pass, kernel, std::move(launch));
 }
 
 /// Brings the hidden states of listed tokens together.
@@ -156,7 +184,7 @@ std::vector<Statement> top_steps(const ForwardPassSm90& pass, TopClassesAt& last
     const Statement no_list{MemsetZero{workspace_at(pass.layout.top_states), pass.layout.top_state_bytes}};
     const auto gemm = [&](const ForwardKernel& kernel, const Expr& begin, const Expr& end, const TopBefore& before) {
         const ForwardPassSm90 part = over(pass, begin, end);
-        return build_gemm<ForwardStretchSm90Params>(part, gemm_launch(part, kernel, before));
+        return build_forward(part, kernel, gemm_launch(part, kernel, before));
     };
     last = {.keys = lists, .states = workspace_at(pass.layout.top_states), .kept = workspace_at(pass.layout.top_kept), .bounds = bounds};
     const Statement of_few{If{few.takes, {gemm(few, 0, columns, {})}}};
@@ -186,11 +214,12 @@ std::vector<Statement> top_steps(const ForwardPassSm90& pass, TopClassesAt& last
 
 LaunchProgram forward_program(const Spec& spec, const Device& device, const Plan& plan, const CudaSource& source,
                               const ForwardLayoutSm90& layout) {
-    const ForwardPassSm90 pass(spec, device, plan, source, layout);
+    ForwardPassSm90 pass(spec, device, plan, source, layout);
+    pass.named = named_steps(pass);
     const Preparation preparation{.list = pass.list, .outputs = true, .counters = layout.counters, .counter_count = layout.counter_words};
     const bool may_retain = plan.strategy == Strategy::retain;
     const Expr retains = less(0, layout.retained.columns);  // then `references` brings hidden states together
-    const auto gemm = [&](const ForwardKernel& kernel) { return build_gemm<ForwardStretchSm90Params>(pass, gemm_launch(pass, kernel)); };
+    const auto gemm = [&](const ForwardKernel& kernel) { return build_forward(pass, kernel, gemm_launch(pass, kernel)); };
     std::vector<Statement> body = {{If{prepares_forward(spec), {prepare_launch(spec, source, preparation)}}}};
     body.push_back({If{may_retain ? and_not(layout.compacts, retains) : layout.compacts, {gather_compact_launch(pass)}}});
     const auto steps = [&] {

@@ -59,6 +59,11 @@ std::int64_t top_row_bytes(const Spec& spec) {
     return top_kept_bytes(spec) + static_cast<std::int64_t>(sizeof(TopState)) + std::int64_t{4} * partial_fields(spec);
 }
 
+/// Bytes of a row's NamedLists.
+std::int64_t named_row_bytes(const Spec& spec, const Plan& plan) {
+    return picks_named(spec) ? 8 * named_tiles(spec, plan) + std::int64_t{4} * spec.teacher_top_k : 0;
+}
+
 /// Clusters divide clusters of rows × the vocabulary evenly, so that up to ⌈clusters / row clusters⌉ + 1 of them share rows. Where
 /// there are fewer tiles than clusters, each tile has its own.
 struct ClusterShare {
@@ -86,6 +91,10 @@ struct ClusterShare {
         const std::int64_t cached = std::max<std::int64_t>(device.gpu.l2_bytes / 3 * 2 / (row_bytes * cluster_rows), 2);
         const std::int64_t with_room = segments ? segment_bytes(spec, plan) / (of_part * tiles) : (most - clusters) / 2;
         row_clusters = std::clamp<std::int64_t>(std::min(with_room, cached), 1, clusters);
+        if (picks_named(spec)) {
+            const std::int64_t of_named = named_row_bytes(spec, plan) * cluster_rows;
+            row_clusters = std::clamp<std::int64_t>((plan.scratch_bytes - kBesideLists) / of_named, 1, row_clusters);
+        }
         if (spec.top_k == 0) return;
         const std::int64_t of_lists = top_list_bytes(spec) * writers * cluster_rows;
         const std::int64_t left = plan.scratch_bytes - kBesideLists - all_clusters * of_lists;
@@ -183,6 +192,11 @@ void place_own(const Spec& spec, const Plan& plan, Pieces& pieces, BackwardLayou
 
 }  // namespace
 
+std::int64_t named_tiles(const Spec& spec, const Plan& plan) {
+    const std::int64_t block_n = plan.cuda.forward.block_n;
+    return multiple_above(spec.vocab_size, block_n) / block_n;
+}
+
 ForwardLayoutSm90 forward_layout(const Spec& spec, const Device& device, const Plan& plan) {
     const Expr n = slot(Slot::num_tokens);
     const ClusterShare share(spec, device, plan);
@@ -211,6 +225,12 @@ ForwardLayoutSm90 forward_layout(const Spec& spec, const Device& device, const P
         f.sums_run = true;
         f.running_rows = f.partial_rows;
         f.running = pieces.take(f.running_rows * (std::int64_t{4} * partial_fields(spec)));
+        f.total = pieces.end();
+    }
+    if (picks_named(spec)) {
+        const Expr rows = select(less(n, kFewTokens + 1), 0, min(n, cut.rows));
+        f.named_records = pieces.take(rows * (8 * named_tiles(spec, plan)));
+        f.named_names = pieces.take(rows * (std::int64_t{4} * spec.teacher_top_k));
         f.total = pieces.end();
     }
     f.compact = pieces.take(n * spec.hidden_size * static_cast<std::int64_t>(element_bytes(spec.dtype)));
@@ -254,6 +274,10 @@ std::int64_t least_scratch_bytes(const Spec& spec, const Plan& plan) {
     const BackwardSizes sizes = sizes_of(spec, plan);
     const std::int64_t least =
         spec.batch_invariant ? std::max(sizes.least, sizes.reserve + 4 * least_segment_bytes(spec, plan)) : sizes.least;
+    if (picks_named(spec)) {
+        const std::int64_t cluster_rows = std::int64_t{kClusterBlocks} * plan.cuda.forward.block_m;
+        return std::max(least, kBesideLists + named_row_bytes(spec, plan) * cluster_rows);
+    }
     if (spec.top_k == 0) return least;
     // Lists for a cluster of rows of every cluster and two more, of the largest GPU, or for as many tokens as forward_few has.
     constexpr std::int64_t kMostClusters = 80;

@@ -15,7 +15,11 @@ struct ForwardLayoutSm90 : ForwardLayout {
     Expr top_state_bytes{0};
     Expr top_kept{0};  ///< TopClassesParams::kept and bounds
     Expr top_bounds{0};
+    Expr named_records{0};  ///< NamedLists, where forward picks the logits of named classes
+    Expr named_names{0};
 };
+/// Tiles of forward's that the vocabulary has, of the most classes that a call may have.
+[[nodiscard]] std::int64_t named_tiles(const Spec& spec, const Plan& plan);
 [[nodiscard]] ForwardLayoutSm90 forward_layout(const Spec& spec, const Device& device, const Plan& plan);
 
 /// How a launch of forward divides its work. The number of partial sums of a row is known to the device alone (PassScalars::splits).

@@ -21,6 +21,7 @@ std::int64_t update_barrier_bytes(const Spec& spec) {
 
 constexpr std::int64_t kMostSmem = 227 << 10;  ///< bytes of a block
 constexpr std::int64_t kBiasOperandBytes = 8 * 128;
+constexpr int kPartsOfFew = 1;  ///< clusters of rows of a kernel whose tile has all tokens
 
 /// The ring of stages, what an epilogue keeps or hands over, the barriers, and numbers of tiles. `parts`: clusters of rows that a share of
 /// forward may have.
@@ -35,6 +36,7 @@ std::int64_t bytes_without_factors(const Spec& spec, GemmRole role, const GemmTi
         // Panels that leave together: ForwardSm90::kPanelWidth.
         const int width = tile.block_n % 192 == 0 ? (partial_fields(spec) > 2 ? 1 : 3) : tile.block_n % 128 == 0 ? 2 : 1;
         if (role == GemmRole::forward_retain) beside += 2 * kPanelBytes * width;
+        if (picks_named(spec) && parts > kPartsOfFew) beside += 256 * 8;  // a record of every thread
     } else if (role == GemmRole::backward_chunks) {
         beside = 2 * kPanelBytes * (tile.block_n / 64) + update_barrier_bytes(spec) + 8;  // panels, barriers, rows and parts
         if (spec.bias) beside += kBiasOperandBytes;
@@ -77,9 +79,6 @@ int accumulator_limit(const Spec& spec, GemmRole role) {
 }
 
 int accumulators(const GemmTile& tile) { return consumer_rows(tile) * tile.block_n / 128; }
-
-/// Clusters of rows of a kernel whose tile has all tokens.
-constexpr int kPartsOfFew = 1;
 
 /// A row's sums take room that stages would have.
 GemmTile with_stages(const Spec& spec, GemmRole role, GemmTile tile) {
@@ -166,6 +165,13 @@ KernelBlock forward_block(const Spec& spec, const ForwardShape& shape) {
     if (shape.cluster == 1) of.smem_bytes = smem_bytes(spec, shape.role, shape.tile, kPartsOfFew);
     of.cluster = shape.cluster;
     return of;
+}
+
+bool picks_named(const Spec& spec) {
+    constexpr int kFewestNames = 256;
+    constexpr std::int64_t kMostClasses = std::int64_t{4608} * 64;  // each tile has counters in shared memory
+    return spec.teacher_top_k >= kFewestNames && spec.vocab_size <= kMostClasses && spec.top_k == 0 && !spec.support &&
+           !spec.batch_invariant && !rounds_weight(spec);
 }
 
 int segment_tiles(const Spec& spec, const GemmTile& forward) {

@@ -32,6 +32,11 @@ inline constexpr int kFewTokens = 128;
 /// `block` of a kernel of forward.
 [[nodiscard]] KernelBlock forward_block(const Spec& spec, const ForwardShape& shape);
 
+/// Whether forward picks the logits of the classes that a teacher names from its own tiles (NamedPicks), where tokens are more than
+/// kFewTokens. Few classes are quicker as products with single rows of the weight. Kernels over a rounded weight see a stretch of the
+/// vocabulary at a time, and with batch_invariant the number of tokens may not decide between the two.
+[[nodiscard]] bool picks_named(const Spec& spec);
+
 /// Tiles of a segment of the vocabulary, whose sums batch_invariant keeps apart (ForwardShare); 0 without. The number follows from the
 /// spec, which allows one tile for forward.
 [[nodiscard]] int segment_tiles(const Spec& spec, const GemmTile& forward);

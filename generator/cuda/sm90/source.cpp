@@ -26,6 +26,7 @@ CudaSource source(const Spec& spec, const Device& device, const Plan& plan) {
                          .lists_rows = true,
                          .segment_tiles = segment,
                          .stretches = spec.top_k > 0,
+                         .picks_named = picks_named(spec),
                          .tells_falls = spec.top_k == 0});
     // `name`: name of the type that states kSmemBytes and kThreads. `params`: name of the parameters.
     const auto gemm = [&](KernelRole kernel, GemmRole role, const GemmTile& tile, std::string_view name, std::string_view params,
@@ -35,8 +36,11 @@ CudaSource source(const Spec& spec, const Device& device, const Plan& plan) {
     };
     const char* forward_params = rounds_weight(spec) || spec.top_k > 0 ? "ForwardStretchSm90Params" : "ForwardSm90Params";
     const auto forward = [&](KernelRole kernel, const ForwardShape& shape) {
-        writer.gemm({kernel, forward_params, "forward_sm90", "ForwardSm90", tile_type(shape.tile, shape.cluster),
-                     forward_block(spec, shape), shape.role == forward_role(plan) ? "Problem" : "flce::Unretained<Problem>"});
+        const bool picks = picks_named(spec) && kernel == KernelRole::forward;
+        std::string problem = shape.role == forward_role(plan) ? "Problem" : "flce::Unretained<Problem>";
+        if (picks) problem = fmt::format("flce::PicksNamed<{}>", problem);
+        writer.gemm({kernel, picks ? fmt::format("WithNamed<flce::{}>", forward_params) : forward_params, "forward_sm90", "ForwardSm90",
+                     tile_type(shape.tile, shape.cluster), forward_block(spec, shape), problem});
     };
     const bool retains = plan.strategy == Strategy::retain;
     const std::string smoothed = smooths_retained(spec, plan) ? "Smoothed" : "";
@@ -44,6 +48,7 @@ CudaSource source(const Spec& spec, const Device& device, const Plan& plan) {
     forward(KernelRole::forward, forward_shape(plan));
     forward(KernelRole::forward_few, few_tokens_shape(spec, plan));
     if (spec.top_k > 0) writer.rows(KernelRole::top_classes, "TopClassesParams", kTopThreads);
+    if (picks_named(spec)) writer.rows(KernelRole::named_tiles, "NamedTilesParams");
     writer.row_kernels();
     gemm(KernelRole::dlogits, GemmRole::dlogits, tiles.dlogits, "Dlogits", "Dlogits", "dlogits");
     gemm(KernelRole::grad_hidden, GemmRole::grad_hidden, tiles.grad_hidden, "GradHidden", smoothed + "GradHidden", "grad_hidden");
