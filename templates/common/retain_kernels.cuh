@@ -62,26 +62,23 @@ __device__ __forceinline__ void write_target(const RetainedRowsParams& p, const 
 }
 
 /// The named classes' exponentials, as teacher_dlogits makes their dz, and the row's divisor, which follows from what their probabilities
-/// come to. Returns whether the target is one of them. For a whole warp.
+/// come to. Returns whether the target is one of them. For all threads of a row.
 template <class Problem>
 __device__ __forceinline__ bool write_named(const RetainedRowsParams& p, RetainedRow& r) {
-    __shared__ NamedClasses of_warp[kRowThreads / 32];
-    NamedClasses& named = of_warp[threadIdx.x / 32];
+    using Named = NamedOf<Problem>;
+    __shared__ typename Named::Shared shared;
+    Named named(shared, threadIdx.x / Named::kThreads);
     const long long first = teacher_row(p.list, r.row) * p.teacher.top_k;
     const LaunchColumns launch{0, Problem::shard ? p.teacher.columns : static_cast<int>(Problem::vocab_size)};
-    const int found = named.load<Problem>(p.teacher, first, launch);
+    const bool found = named.template load<Problem>(p.teacher, first, launch);
     const float weight = p.row_teacher_weights[r.row];
-    float sizes = 0.f;
-    for (int k = static_cast<int>(threadIdx.x) % 32; k < p.teacher.top_k; k += 32) {
-        if (launch.of_id<Problem>(p.teacher, first + k) >= 0) sizes += fabsf(p.teacher.probs[first + k]);
-    }
     if constexpr (Problem::shard) {
-        if (found > 0) r.share = share_to_divide(r.share);
+        if (found) r.share = share_to_divide(r.share);
     }
-    r.divisor = divisor_of(r.k.x, r.k.z, fabsf(weight) * warp_sum(sizes));
+    r.divisor = divisor_of(r.k.x, r.k.z, fabsf(weight) * named.template sizes<Problem>(p.teacher, first, launch));
     if (r.divisor == 0.f) return true;  // every dz of the row is 0
     bool has_target = false;
-    named.for_each(p.teacher, first, found, [&](int k, int column, float probability) {
+    named.for_each(p.teacher, first, [&](int k, int column, float probability) {
         const bool is_target = column == r.target.target;
         has_target = has_target || is_target;
         if (column >= p.columns) return;
@@ -90,7 +87,7 @@ __device__ __forceinline__ bool write_named(const RetainedRowsParams& p, Retaine
         *exponential_at<Problem>(p, r.row, column) = Numeric<typename Problem::Element>::from_float(
             dz / r.divisor / r.share * slope_in_row<Problem>(p, r.row, logprob, r.target.lse, 0.f));
     });
-    return __any_sync(0xffffffffu, has_target) != 0;
+    return named.any(has_target);
 }
 
 /// A row's scale as two numbers of 16 bits: the rounded scale, and the rest that rounding left out; a rest of 0 where it is infinite.
@@ -102,8 +99,9 @@ __device__ __forceinline__ void write_factor(Element* to, long long pitch, float
     to[pitch] = Numeric<Element>::from_float(fabsf(rest) < infinity() ? rest : 0.f);
 }
 
-/// Scales the hidden states of a warp's row of a launch. Where the scale is 0 the hidden states may be anything.
-template <class Problem>
+/// Scales the hidden states of a row of a launch, by the kThreads threads that have the row. Where the scale is 0 the hidden states may be
+/// anything.
+template <class Problem, int kThreads = 32>
 __device__ __forceinline__ void scale_hidden(const void* hidden, const RowList& list, int row, float scale, void* scaled) {
     using Element = typename Problem::Element;
     const long long source = list.rows != nullptr ? list.rows[list.first + row].row : row;
@@ -111,7 +109,7 @@ __device__ __forceinline__ void scale_hidden(const void* hidden, const RowList& 
     const Element* const from = static_cast<const Element*>(hidden) + source * Problem::hidden_size;
     Element* const to = static_cast<Element*>(scaled) + static_cast<long long>(row) * Problem::hidden_size;
 #pragma unroll 4
-    for (int k = static_cast<int>(threadIdx.x) % 32 * 8; k < Problem::hidden_size; k += 32 * 8) {
+    for (int k = static_cast<int>(threadIdx.x) % kThreads * 8; k < Problem::hidden_size; k += kThreads * 8) {
         unsigned words[4];
         ptx::ld_global_v4(words, from + k);
 #pragma unroll
@@ -122,15 +120,17 @@ __device__ __forceinline__ void scale_hidden(const void* hidden, const RowList& 
     }
 }
 
-/// A warp has a row. dz_j = (p_j·a − t·[j = y])·d_j as scale·E_j: the target's E_y becomes d_y·(p_y − t/a) / exp(reference − lse), from the
-/// logit in fp32, so that confident tokens keep their small gradients, and so do the gradients of the classes that a teacher names. Another
-/// backward does this again. E, dz's other factor, meets hidden with the scale in it and is the plain operand of both GEMMs. Label
-/// smoothing takes s·c_j from every dz_j of a row; this term has no part in E, and the GEMMs' epilogues subtract it (smoothing_sums).
+/// A warp has a row, or a block where rows name many classes. dz_j = (p_j·a − t·[j = y])·d_j as scale·E_j: the target's E_y becomes
+/// d_y·(p_y − t/a) / exp(reference − lse), from the logit in fp32, so that confident tokens keep their small gradients, and so do the
+/// gradients of the classes that a teacher names. Another backward does this again. E, dz's other factor, meets hidden with the scale in it
+/// and is the plain operand of both GEMMs. Label smoothing takes s·c_j from every dz_j of a row; this term has no part in E, and the GEMMs'
+/// epilogues subtract it (smoothing_sums).
 template <class Problem>
 __device__ __forceinline__ void retained_rows(const RetainedRowsParams& p) {
     using Element = typename Problem::Element;
-    const int row = (static_cast<int>(blockIdx.x) * kRowThreads + static_cast<int>(threadIdx.x)) / 32;
-    const int lane = static_cast<int>(threadIdx.x) % 32;
+    constexpr int kThreads = NamedOf<Problem>::kThreads;
+    const int row = (static_cast<int>(blockIdx.x) * kRowThreads + static_cast<int>(threadIdx.x)) / kThreads;
+    const int lane = static_cast<int>(threadIdx.x) % kThreads;
     if (blockIdx.x == 0) {
         for (int i = static_cast<int>(threadIdx.x); i < p.counter_count; i += kRowThreads) p.counters[i] = 0u;
     }
@@ -161,7 +161,7 @@ __device__ __forceinline__ void retained_rows(const RetainedRowsParams& p) {
     if constexpr (Problem::bias) {
         if (lane == 0 && p.bias_factors != nullptr) write_factor(static_cast<Element*>(p.bias_factors) + row, p.factor_pitch, scale);
     }
-    if (p.scaled_hidden != nullptr) scale_hidden<Problem>(p.hidden, p.list, row, scale, p.scaled_hidden);
+    if (p.scaled_hidden != nullptr) scale_hidden<Problem, kThreads>(p.hidden, p.list, row, scale, p.scaled_hidden);
 }
 
 /// sum += factor · eight neighbours, which may be anything where the factor is 0.

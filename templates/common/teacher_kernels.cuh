@@ -33,6 +33,38 @@ struct TaughtRow {
     float cross_entropy;
 };
 
+/// Makes log-probabilities of a row's logits, for a warp, and returns a lane's part of the row's cross entropy with the teacher. For many
+/// classes: loads of several are on their way together.
+template <class Problem>
+__device__ __forceinline__ float finish_named_at_once(const TeacherParams& p, const TaughtRow& of) {
+    constexpr int kAtOnce = 8;
+    const long long first = of.row * p.top_k;
+    float sum = 0.f;
+#pragma unroll 1
+    for (int begin = static_cast<int>(threadIdx.x) % 32; begin < p.top_k; begin += 32 * kAtOnce) {
+        int ids[kAtOnce];
+        float logits[kAtOnce];
+        float probabilities[kAtOnce];
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+            const int k = begin + 32 * i;
+            const long long at = first + min(k, p.top_k - 1);
+            ids[i] = k < p.top_k ? teacher_id<Problem>(p, at) : kIgnored;
+            logits[i] = p.logprobs[at];
+            probabilities[i] = p.probs[at];
+        }
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+            if (ids[i] < 0) continue;
+            const float logit = ids[i] == of.target ? of.target_logit : fminf(logits[i], of.max);
+            const float logprob = (logit - of.max) - of.log_sum;
+            p.logprobs[first + begin + 32 * i] = logprob;
+            sum += teacher_term(probabilities[i], logprob);
+        }
+    }
+    return sum;
+}
+
 /// Makes log-probabilities of logits, and each row's cross entropy with the teacher. The target's logit is forward's own, which was added
 /// up like the logits in lse; other logits are cut off at the largest. `rows` [kOutputRows], shared, is filled.
 template <class Problem, int kThreads>
@@ -42,14 +74,18 @@ __device__ __forceinline__ void finish_teacher(const TeacherParams& p, TaughtRow
         const TaughtRow of = rows[i];
         if (of.row < 0) continue;
         float sum = 0.f;
-        for (int k = lane; k < p.top_k; k += 32) {
-            const long long at = of.row * p.top_k + k;
-            const int id = teacher_id<Problem>(p, at);
-            if (id < 0) continue;
-            const float logit = id == of.target ? of.target_logit : fminf(p.logprobs[at], of.max);
-            const float logprob = (logit - of.max) - of.log_sum;
-            p.logprobs[at] = logprob;
-            sum += teacher_term(p.probs[at], logprob);
+        if constexpr (Problem::picks_named) {
+            sum = finish_named_at_once<Problem>(p, of);
+        } else {
+            for (int k = lane; k < p.top_k; k += 32) {
+                const long long at = of.row * p.top_k + k;
+                const int id = teacher_id<Problem>(p, at);
+                if (id < 0) continue;
+                const float logit = id == of.target ? of.target_logit : fminf(p.logprobs[at], of.max);
+                const float logprob = (logit - of.max) - of.log_sum;
+                p.logprobs[at] = logprob;
+                sum += teacher_term(p.probs[at], logprob);
+            }
         }
         sum = warp_sum(sum);
         if (lane == 0) rows[i].cross_entropy = sum;
@@ -113,6 +149,23 @@ struct LaunchColumns {
         return id >= 0 && column >= 0 && column < count ? static_cast<int>(column) : -1;
     }
 };
+
+/// Visits place k, if no place before it has its column. `columns` [top_k, rounded up to a multiple of 4], on 16 bytes: of all places.
+template <class Visit>
+__device__ __forceinline__ void visit_if_first(const int* columns, const TeacherParams& p, long long first, int k, const Visit& visit) {
+    const int column = columns[k];
+    float probability = 0.f;
+    for (int four = 0; four < p.top_k; four += 4) {
+        const int4 others = *reinterpret_cast<const int4*>(&columns[four]);
+        if (others.x != column && others.y != column && others.z != column && others.w != column) continue;
+        for (int other = four; other < four + 4; ++other) {
+            if (columns[other] != column) continue;
+            if (other < k) return;
+            probability += p.probs[first + other];
+        }
+    }
+    visit(k, column, probability);
+}
 
 /// The classes that a row's teacher names among a launch's columns, in shared memory. A warp has a row. Up to kListedClasses of them are
 /// listed; where there are more, `columns` has an entry for every class that the row names, and bits of columns tell most of those that no
@@ -193,41 +246,150 @@ private:
     /// Visits place k, if no place before it has its column.
     template <class Visit>
     __device__ __forceinline__ void visit_first(const TeacherParams& p, long long first, int k, const Visit& visit) const {
-        const int column = columns[k];
-        const unsigned bit = bit_of(column);
-        if ((again[bit / 32] >> bit % 32 & 1u) == 0u) return visit(k, column, p.probs[first + k]);
-        float probability = 0.f;
-        for (int four = 0; four < p.top_k; four += 4) {
-            const int4 others = *reinterpret_cast<const int4*>(&columns[four]);
-            if (others.x != column && others.y != column && others.z != column && others.w != column) continue;
-            for (int other = four; other < four + 4; ++other) {
-                if (columns[other] != column) continue;
-                if (other < k) return;
-                probability += p.probs[first + other];
-            }
-        }
-        visit(k, column, probability);
+        const unsigned bit = bit_of(columns[k]);
+        if ((again[bit / 32] >> bit % 32 & 1u) == 0u) return visit(k, columns[k], p.probs[first + k]);
+        visit_if_first(columns, p, first, k, visit);
     }
 };
+
+/// A warp that has a row, and the row's named classes.
+struct NamedOfWarp {
+    enum : int { kThreads = 32 };
+    using Shared = NamedClasses[kRowThreads / kThreads];
+
+    NamedClasses& classes;
+    int found = 0;
+
+    __device__ __forceinline__ NamedOfWarp(Shared& shared, unsigned warp) : classes(shared[warp]) {}
+    /// Returns whether there are any.
+    template <class Problem>
+    __device__ __forceinline__ bool load(const TeacherParams& p, long long first, const LaunchColumns& launch) {
+        found = classes.load<Problem>(p, first, launch);
+        return found > 0;
+    }
+    template <class Visit>
+    __device__ __forceinline__ void for_each(const TeacherParams& p, long long first, const Visit& visit) const {
+        classes.for_each(p, first, found, visit);
+    }
+    /// Sum of the probabilities' sizes.
+    template <class Problem>
+    __device__ __forceinline__ float sizes(const TeacherParams& p, long long first, const LaunchColumns& launch) const {
+        float sum = 0.f;
+        for (int k = static_cast<int>(threadIdx.x) % kThreads; k < p.top_k; k += kThreads) {
+            if (launch.of_id<Problem>(p, first + k) >= 0) sum += fabsf(p.probs[first + k]);
+        }
+        return warp_sum(sum);
+    }
+    __device__ __forceinline__ bool any(bool value) const { return __any_sync(0xffffffffu, value) != 0; }
+};
+
+/// A block that has a row, and the row's named classes, of which each thread has some. A table of their columns, with a free slot for each,
+/// tells those that several places name. For many classes a row: a warp would wait for one access to memory after the other.
+struct NamedOfBlock {
+    enum : int { kThreads = kRowThreads };
+    enum : int { kOfThread = NamedClasses::kMost / kThreads };
+    enum : int { kTableBits = 11 };
+    enum : int { kTable = 1 << kTableBits };
+    static_assert(+kTable >= 2 * NamedClasses::kMost, "there are free slots, and searches are short");
+    enum : unsigned { kAgain = 1u << 31 };
+    struct Shared {
+        unsigned table[kTable];                        ///< a column + 1, and kAgain where several places name it; 0: a free slot
+        alignas(16) int columns[NamedClasses::kMost];  ///< −1: not one of the launch's
+        float of_warps[kThreads / 32];
+    };
+
+    Shared& shared;
+    int columns[kOfThread];
+    int slots[kOfThread];
+    float probabilities[kOfThread];
+
+    __device__ __forceinline__ NamedOfBlock(Shared& shared_, unsigned /*number*/) : shared(shared_) {}
+    template <class Problem>
+    __device__ __forceinline__ bool load(const TeacherParams& p, long long first, const LaunchColumns& launch) {
+        for (int slot = static_cast<int>(threadIdx.x); slot < kTable; slot += kThreads) shared.table[slot] = 0u;
+#pragma unroll
+        for (int i = 0; i < kOfThread; ++i) {  // loads are on their way together
+            const int k = place(i);
+            columns[i] = k < p.top_k ? launch.of_id<Problem>(p, first + k) : -1;
+            probabilities[i] = k < p.top_k ? p.probs[first + k] : 0.f;
+            shared.columns[k] = columns[i];
+        }
+        __syncthreads();  // all slots are free, and all columns are there
+        bool any = false;
+#pragma unroll
+        for (int i = 0; i < kOfThread; ++i) {
+            any = any || columns[i] >= 0;
+            slots[i] = columns[i] >= 0 ? enter(static_cast<unsigned>(columns[i]) + 1u) : 0;
+        }
+        return __syncthreads_or(any) != 0;  // all columns are in the table
+    }
+    template <class Visit>
+    __device__ __forceinline__ void for_each(const TeacherParams& p, long long first, const Visit& visit) const {
+#pragma unroll
+        for (int i = 0; i < kOfThread; ++i) {
+            if (columns[i] < 0) continue;
+            if ((shared.table[slots[i]] & kAgain) == 0u) {
+                visit(place(i), columns[i], probabilities[i]);
+            } else {
+                visit_if_first(shared.columns, p, first, place(i), visit);
+            }
+        }
+    }
+    template <class Problem>
+    __device__ __forceinline__ float sizes(const TeacherParams& /*p*/, long long /*first*/, const LaunchColumns& /*launch*/) const {
+        float sum = 0.f;
+#pragma unroll
+        for (int i = 0; i < kOfThread; ++i) sum += columns[i] >= 0 ? fabsf(probabilities[i]) : 0.f;
+        sum = warp_sum(sum);
+        if (threadIdx.x % 32 == 0) shared.of_warps[threadIdx.x / 32] = sum;
+        __syncthreads();  // every warp's sum is there
+        float total = 0.f;
+#pragma unroll
+        for (const float of_warp : shared.of_warps) total += of_warp;
+        return total;
+    }
+    __device__ __forceinline__ bool any(bool value) const { return __syncthreads_or(value) != 0; }
+
+private:
+    static __device__ __forceinline__ int place(int i) { return kThreads * i + static_cast<int>(threadIdx.x); }
+    /// Returns the slot.
+    __device__ __forceinline__ int enter(unsigned entry) const {
+        unsigned slot = entry * 2654435761u >> (32 - kTableBits);
+        while (true) {
+            const unsigned before = atomicCAS(&shared.table[slot], 0u, entry);
+            if (before == 0u) break;
+            if ((before & ~kAgain) == entry) {
+                atomicOr(&shared.table[slot], +kAgain);
+                break;
+            }
+            slot = (slot + 1u) % kTable;
+        }
+        return static_cast<int>(slot);
+    }
+};
+
+/// Who has a row of kernels over the rows' named classes.
+template <class Problem>
+using NamedOf = Select<Problem::picks_named, NamedOfBlock, NamedOfWarp>;
 
 /// Writes dz of the named classes that lie in the chunk, each from its own terms and rounded once.
 template <class Problem>
 __device__ __forceinline__ void teacher_dlogits(const TeacherRowsParams& p) {
     using Element = typename Problem::Element;
-    __shared__ NamedClasses of_warp[kRowThreads / 32];
-    const int warp = static_cast<int>(threadIdx.x) / 32;
-    const int row = static_cast<int>(blockIdx.x) * (kRowThreads / 32) + warp;
+    using Named = NamedOf<Problem>;
+    __shared__ typename Named::Shared shared;
+    const int number = static_cast<int>(threadIdx.x) / Named::kThreads;  // number of the row in the block
+    const int row = static_cast<int>(blockIdx.x) * (kRowThreads / Named::kThreads) + number;
     if (row >= listed_rows<Problem>(p.list, p.rows, 1)) return;
     const RowTarget target = static_cast<const RowTarget*>(p.row_targets)[row];
     if (target.target < 0) return;
     const long long first = teacher_row(p.list, row) * p.teacher.top_k;
-    NamedClasses& named = of_warp[warp];
-    const LaunchColumns launch{p.first_column, p.columns};
-    const int found = named.load<Problem>(p.teacher, first, launch);
+    Named named(shared, static_cast<unsigned>(number));
+    named.template load<Problem>(p.teacher, first, {p.first_column, p.columns});
     const float4 c = static_cast<const float4*>(p.coefficients)[row];
     const float scale = dlogits_scale<Problem>(p.scalars, false);
     Element* const dlogits = static_cast<Element*>(p.dlogits) + row * p.ld;
-    named.for_each(p.teacher, first, found, [&](int k, int column, float probability) {
+    named.for_each(p.teacher, first, [&](int k, int column, float probability) {
         const float logprob = p.teacher.logprobs[first + k];
         const float p_k = ::expf(logprob);
         float dz = p_k * (Problem::entropy ? c.x + c.y * logit_of_share(p_k, logprob + target.lse) : c.x);

@@ -117,5 +117,19 @@ TEST(NamedTiles, Lists_LieInTheWorkspaceForAnyNumberOfTokens) {
     }
 }
 
+// A block has a row of backward's kernels over named classes.
+TEST(NamedTiles, Backward_HasABlockARow) {
+    const Program p = program_of("D=2048,V=151936,teacher_top_k=1024");
+    int seen = 0;
+    for (const std::int64_t retained : {std::int64_t{0}, std::int64_t{1} << 29}) {
+        for (const Recorded& r : test::run(p.program, p.program.backward, call_of(p.spec, 3000, retained))) {
+            if (r.kernel != "flce_retained_rows" && r.kernel != "flce_teacher_dlogits") continue;
+            EXPECT_EQ(r.launch.grid[0], 3000) << r.kernel;
+            ++seen;
+        }
+    }
+    EXPECT_GT(seen, 2);
+}
+
 }  // namespace
 }  // namespace flce::named_tiles

@@ -180,7 +180,8 @@ Statement chunk_by_chunk(const BackwardPass& pass, const Stretch& stretch, const
     of_rows.push_back({If{less(1, pass.layout.row_blocks), {coefficients_launch(pass, rows)}}});
     of_rows.push_back(gemms.dlogits);
     if (pass.spec.teacher_top_k > 0) {
-        of_rows.push_back(teacher_launch(pass, chunk, rows, KernelRole::teacher_dlogits, ceil_div(rows.count, kRowThreads / 32)));
+        const Expr blocks = ceil_div(rows.count, kRowThreads / pass.source.named_threads);
+        of_rows.push_back(teacher_launch(pass, chunk, rows, KernelRole::teacher_dlogits, blocks));
     }
     // grad_weight first: hidden states may lie in grad_hidden.
     of_rows.push_back({If{present(Slot::grad_weight), {gemms.grad_weight}}});

@@ -57,7 +57,8 @@ LaunchBuilder<RetainedRowsParams> retained_rows_launch(const BackwardPass& pass,
     const RetainedLayout& retained = places.layout;
     const BackwardLayout& layout = pass.layout;
     const std::int64_t row_bytes = pass.spec.hidden_size * pass.element_bytes;
-    LaunchBuilder<Params> launch(pass.source.kernel(KernelRole::retained_rows), ceil_div(rows.count, kRowThreads / 32));
+    LaunchBuilder<Params> launch(pass.source.kernel(KernelRole::retained_rows),
+                                 ceil_div(rows.count, kRowThreads / pass.source.named_threads));
     launch.set(&Params::hidden, slot(Slot::hidden) + caller_row(pass, rows.first) * row_bytes)
         .set_list(&Params::list, pass.list, rows.first)
         .set(&Params::coefficients, workspace_at(layout.coefficients))

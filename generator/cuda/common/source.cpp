@@ -130,6 +130,7 @@ KernelWriter::KernelWriter(const Spec& spec, const Device& device, const Plan& p
     if (has_teacher_head(spec)) configuration_ += problem_struct(teacher_head(spec), plan, family, "Teacher");
     source_.options = {"--gpu-architecture=" + device.gpu.arch, "--std=c++17"};
     source_.units = {{configuration_, {}}};
+    if (family.picks_named) source_.named_threads = kRowThreads;
 }
 
 void KernelWriter::gemm(const GemmKernel& kernel) {

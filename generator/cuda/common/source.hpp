@@ -20,6 +20,7 @@ struct CudaSource {
     std::vector<CudaUnit> units;
     std::vector<std::string> options;
     std::vector<KernelEntry> kernels;
+    int named_threads = 32;  ///< threads that have a row of kernels over the rows' named classes (NamedOf)
 
     /// Number of the role's kernel in `kernels`, by which launches name it. Throws InternalError where the set has none.
     [[nodiscard]] int kernel(KernelRole role) const;
