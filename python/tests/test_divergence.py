@@ -34,12 +34,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def heads(device: str, dtype: torch.dtype, *, hidden_major: bool = False, depth: int = STUDENT, classes: int = V) -> tuple[Tensor, ...]:
+def heads(
+    device: str, dtype: torch.dtype, *, hidden_major: bool = False, depth: int = STUDENT, classes: int = V, tokens: int = N
+) -> tuple[Tensor, ...]:
     """Student's hidden and weight, teacher's hidden and weight."""
     draw = torch.Generator().manual_seed(7)
     made = []
     for size in (depth, TEACHER):
-        made.append(torch.randn(N, size, generator=draw).to(device, dtype))
+        made.append(torch.randn(tokens, size, generator=draw).to(device, dtype))
         weight = (2 * size**-0.5 * torch.randn(classes, size, generator=draw)).to(device, dtype)
         made.append(weight.t().contiguous().t() if hidden_major else weight)
     made[0].requires_grad_()
@@ -47,17 +49,17 @@ def heads(device: str, dtype: torch.dtype, *, hidden_major: bool = False, depth:
     return tuple(made)
 
 
-def given_of(name: str, device: str, dtype: torch.dtype, classes: int = V) -> dict[str, Any]:
+def given_of(name: str, device: str, dtype: torch.dtype, classes: int = V, tokens: int = N) -> dict[str, Any]:
     draw = torch.Generator().manual_seed(8)
     options = dict(OPTIONS[name])
     for bias in ("student_bias", "teacher_bias"):
         if bias in options:
             options[bias] = torch.randn(classes, generator=draw).to(device, dtype).requires_grad_(bias == "student_bias")
     if options.get("temperature") == "each":
-        options["temperature"] = (torch.rand(N, generator=draw) + 0.5).to(device)
+        options["temperature"] = (torch.rand(tokens, generator=draw) + 0.5).to(device)
     if "mask" in options:
-        options["mask"] = (torch.rand(N, generator=draw) > 0.3).to(device)
-        options["token_weight"] = torch.rand(N, generator=draw).to(device)
+        options["mask"] = (torch.rand(tokens, generator=draw) > 0.3).to(device)
+        options["token_weight"] = torch.rand(tokens, generator=draw).to(device)
     return options
 
 
@@ -282,6 +284,36 @@ def test_retained_logits(beta: float, part: float, name: str, dtype: torch.dtype
     for found, same, exact in zip(gradients, again, torch.autograd.grad((expected * upstream.double()).sum(), inputs[:2]), strict=True):
         assert torch.equal(found, same)
         close(found, exact.double(), 2 * GRADIENT_BOUND[dtype] + 1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["plain", "everything"])
+@pytest.mark.parametrize(("tokens", "classes", "hidden_major"), [(397, 3001, False), (130, 200, False), (4500, 1608, True)])
+@pytest.mark.parametrize("beta", BETAS)
+def test_of_many_tokens(
+    beta: float, tokens: int, classes: int, hidden_major: bool, name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens enough for kernels that have both heads' products: with nothing retained, some logits and all of them."""
+    monkeypatch.setattr(_divergence, "_LEAST_WORK", 1)
+    given = given_of(name, "cuda", dtype, classes, tokens)
+    inputs = heads("cuda", dtype, classes=classes, tokens=tokens, hidden_major=hidden_major)
+    expected = right(*inputs, beta=beta, **given)
+    upstream = torch.randn(tokens, device="cuda")
+    exact = torch.autograd.grad((expected[0] * upstream.double()).sum(), inputs[:2])
+    for part in (0, 0.5, 1.1):
+        limit = (320 << 20) + int(part * 4.2 * tokens * classes) if part > 0 else None
+        made = flce.linear_divergence(
+            *inputs, beta=beta, workspace_limit_bytes=limit, return_student_entropy=True, return_teacher_entropy=True, **given
+        )
+        mixes = part > 0 and 0 < beta < 1  # from rounded logits
+        for found, right_one, which in zip(made, expected, ("divergence", "student_entropy", "teacher_entropy"), strict=True):
+            close(found, right_one, 1e-3 if mixes and which == "divergence" else 2 * OUTPUT_BOUND[dtype], f"{which}, {part}")
+        gradients = torch.autograd.grad((made.divergence * upstream).sum(), inputs[:2], retain_graph=True)
+        again = torch.autograd.grad((made.divergence * upstream).sum(), inputs[:2])
+        for found, same, each in zip(gradients, again, exact, strict=True):
+            assert torch.equal(found, same)
+            close(found, each.double(), GRADIENT_BOUND[dtype] if part == 0 else 2 * GRADIENT_BOUND[dtype] + 1e-3, f"gradient, {part}")
 
 
 MANY = 60001  # classes whose gradient has room for sums of both heads

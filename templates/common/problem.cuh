@@ -247,4 +247,13 @@ __device__ __forceinline__ float dlogits_scale(const PassScalars* scalars, bool 
     return inverse ? unit * power : power / unit;
 }
 
+/// Writes the factor of grad_weight's product by a library and, for what is there already, 0 and 1.
+template <class Problem>
+__device__ __forceinline__ void write_factors(float* factors, const PassScalars* scalars) {
+    if (factors == nullptr || blockIdx.x != 0 || blockIdx.y != 0 || threadIdx.x != 0) return;
+    factors[0] = dlogits_scale<Problem>(scalars, true);
+    factors[1] = 0.f;
+    factors[2] = 1.f;
+}
+
 }  // namespace flce

@@ -2,70 +2,12 @@
 // student's gradient. A warp has two rows, as in forward and dlogits. `Teacher`: the teacher's head as a Problem.
 #pragma once
 
-#include "flce/common/divergence_math.cuh"
+#include "flce/common/heads.cuh"
 #include "flce/common/row_outputs.cuh"
 #include "flce/lt/dlogits.cuh"
+#include "flce/lt/pairs.cuh"
 
 namespace flce {
-
-/// A logit of `sum` at the vocabulary's `column`, from which on `bias` begins.
-template <class Problem>
-__device__ __forceinline__ Logit logit_of(float sum, const void* bias, int column, const float* transform) {
-    if constexpr (Problem::bias) sum += to_float(static_cast<const typename Problem::Element*>(bias)[column]);
-    return Problem::transform(sum, transform);
-}
-
-/// One head's part of LtRetainedHeads.
-struct RetainedHead {
-    unsigned short* values;  ///< [tokens, kLtTileColumns] of the block, from the launch's first row on
-    float* largest;          ///< [tokens]
-
-    /// `head`: 0 the student's, 1 the teacher's. `column`: of the vocabulary.
-    __device__ __forceinline__ RetainedHead(const LtRetainedHeads& p, int head, int column) {
-        char* const block = static_cast<char*>(p.data) + column / kLtTileColumns * p.block_bytes;
-        values = reinterpret_cast<unsigned short*>(block) + (head * p.tokens + p.first_row) * kLtTileColumns;
-        largest = reinterpret_cast<float*>(block + 4ll * p.tokens * kLtTileColumns) + head * p.tokens + p.first_row;
-    }
-
-    /// A warp's rows become logits; rows that do not exist are 0.
-    __device__ __forceinline__ void load(const LtPlace& place, int rows, LtSums& c) const {
-#pragma unroll
-        for (int h = 0; h < LtPlace::kRows; ++h) {
-            const bool exists = place.row(0, h) < rows;
-            const float most = exists ? largest[place.row(0, h)] : 0.f;
-            const unsigned short* const row = values + static_cast<long long>(place.row(0, h)) * kLtTileColumns;
-#pragma unroll
-            for (int j = 0; j < LtPlace::kColumnPieces; j += 2) {
-                const uint2 words = exists ? *reinterpret_cast<const uint2*>(row + place.column(j, 0)) : make_uint2(0u, 0u);
-                c[0][j][2 * h] = Numeric<Fp16>::first(words.x) + most;
-                c[0][j][2 * h + 1] = Numeric<Fp16>::second(words.x) + most;
-                c[0][j + 1][2 * h] = Numeric<Fp16>::first(words.y) + most;
-                c[0][j + 1][2 * h + 1] = Numeric<Fp16>::second(words.y) + most;
-            }
-        }
-    }
-
-    /// For a whole warp.
-    __device__ __forceinline__ void store(const LtPlace& place, int rows, const LtSums& c) const {
-#pragma unroll
-        for (int h = 0; h < LtPlace::kRows; ++h) {
-            float most = lowest_logit();
-#pragma unroll
-            for (int j = 0; j < LtPlace::kColumnPieces; ++j) most = fmaxf(most, fmaxf(c[0][j][2 * h], c[0][j][2 * h + 1]));
-#pragma unroll
-            for (int lanes = 16; lanes > 0; lanes /= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, lanes));
-            if (place.row(0, h) >= rows) continue;
-            if (LtPlace::lane() == 0) largest[place.row(0, h)] = most;
-            unsigned short* const row = values + static_cast<long long>(place.row(0, h)) * kLtTileColumns;
-#pragma unroll
-            for (int j = 0; j < LtPlace::kColumnPieces; j += 2) {
-                const uint2 words = make_uint2(Numeric<Fp16>::pack(c[0][j][2 * h] - most, c[0][j][2 * h + 1] - most),
-                                               Numeric<Fp16>::pack(c[0][j + 1][2 * h] - most, c[0][j + 1][2 * h + 1] - most));
-                __stcs(reinterpret_cast<uint2*>(row + place.column(j, 0)), words);  // the next product's operands shall stay in L2
-            }
-        }
-    }
-};
 
 /// The two rows of both heads that a warp has of a tile, as logits.
 template <class Problem, class Teacher>
@@ -73,15 +15,33 @@ struct HeadTile {
     LtSums student;
     LtSums teacher;
 
-    template <class Params>
-    __device__ __forceinline__ void load_retained(const Params& p, const LtPlace& place, int first_column) {
-        RetainedHead(p.retained, 0, first_column).load(place, p.rows, student);
-        RetainedHead(p.retained, 1, first_column).load(place, p.rows, teacher);
+    /// Retains the tile's logits. For a whole warp.
+    __device__ __forceinline__ void store_retained(const RetainedPairs& p, const LtPlace& place, int rows, int column) const {
+        const PairBlock block(p, column);
+#pragma unroll
+        for (int h = 0; h < LtPlace::kRows; ++h) {
+            const long long row = place.row(0, h);
+#pragma unroll
+            for (int j = 0; j < LtPlace::kColumnPieces; j += 2) {
+                const int first = place.column(j, 0);
+                const unsigned reference = PairBlock::reference_of(
+                    {lanes_largest<kPairGroup / 4>(largest(student, j, h)), lanes_largest<kPairGroup / 4>(largest(teacher, j, h))});
+                if (row >= rows) continue;
+                if (first % kPairGroup == 0) block.references[row * kPairGroups + first / kPairGroup] = reference;
+                const LogitPair most = PairBlock::references_in(reference);
+                const uint4 four = make_uint4(PairBlock::pack(at(j, 2 * h), most), PairBlock::pack(at(j, 2 * h + 1), most),
+                                              PairBlock::pack(at(j + 1, 2 * h), most), PairBlock::pack(at(j + 1, 2 * h + 1), most));
+                // The next product's operands shall stay in L2.
+                __stcs(reinterpret_cast<uint4*>(block.pairs + row * kPairColumns + first), four);
+            }
+        }
     }
-    template <class Params>
-    __device__ __forceinline__ void store_retained(const Params& p, const LtPlace& place, int first_column) const {
-        RetainedHead(p.retained, 0, first_column).store(place, p.rows, student);
-        RetainedHead(p.retained, 1, first_column).store(place, p.rows, teacher);
+    /// Logits in place of the sums of that number in LtSums.
+    __device__ __forceinline__ LogitPair at(int j, int e) const { return {student[0][j][e], teacher[0][j][e]}; }
+    /// The largest of a row's four neighbours; the lowest finite number where there is none.
+    static __device__ __forceinline__ float largest(const LtSums& c, int j, int h) {
+        const float first = fmaxf(c[0][j][2 * h], c[0][j][2 * h + 1]);
+        return fmaxf(lowest_logit(), fmaxf(first, fmaxf(c[0][j + 1][2 * h], c[0][j + 1][2 * h + 1])));
     }
 
     /// `first_column`: of the tile in the vocabulary. Columns that do not exist are masked.
@@ -113,7 +73,8 @@ struct HeadTile {
 };
 
 /// Walks a block's part of a stretch, tile by tile. `Sums` has what is summed up of a row: add(tile, h) and, at the end, store.
-template <class Problem, class Teacher, class Sums>
+/// kPairs: all of its columns are retained.
+template <class Problem, class Teacher, class Sums, bool kPairs = false>
 struct HeadsBlock {
     using Params = TemperedOf<Problem, LtDivergenceParams>;
     enum : int { kSmemBytes = 0 };
@@ -135,155 +96,55 @@ struct HeadsBlock {
         const int tiles = ceil_div(p.columns, kLtTileColumns);
         const int first = static_cast<int>(static_cast<long long>(tiles) * split / p.splits);
         const int end = static_cast<int>(static_cast<long long>(tiles) * (split + 1) / p.splits);
-#pragma unroll 1
-        for (int tile = first; tile < end; ++tile) {
-            HeadTile<Problem, Teacher> logits;
-            const int first_column = p.first_column + tile * kLtTileColumns;
-            const bool retained = Problem::retain && first_column < p.retained.columns;
-            if (retained && Sums::kSecond) {
-                logits.load_retained(p, place, first_column);
-            } else {
-                logits.load(p, place, tile, first_column);
-                if (retained) logits.store_retained(p, place, first_column);
-            }
-#pragma unroll
-            for (int h = 0; h < LtPlace::kRows; ++h) sums[h].add(logits.student[0], logits.teacher[0], h);
+        if constexpr (kPairs) {
+            add_pairs_of(place, first, end, sums);
+        } else {
+            add_tiles(place, first, end, sums);
         }
 #pragma unroll
         for (int h = 0; h < LtPlace::kRows; ++h) {
-            sums[h].merge_lanes();
+            sums[h].template merge_lanes<32>();
             if (LtPlace::lane() != 0 || place.row(0, h) >= p.rows) continue;
             float* const at = p.partials + split * Sums::kCount * p.partial_rows + place.row(0, h);
             if (p.first == 0) sums[h].add_stored(at, p.partial_rows);
             sums[h].store(at, p.partial_rows);
         }
     }
-};
 
-/// Exponentials of logits that are summed up: fp32 operands have exact ones.
-template <class Problem>
-using HeadMath = Select<Numeric<typename Problem::Element>::kHalf, FastMath, ExactDivergence>;
-
-/// ExactDivergence's functions for 16-bit operands: the logarithm's error is a unit of the last place of 1, and so is the exponential's.
-struct FastDivergence {
-    static __device__ __forceinline__ float exp(float x) { return FastMath::exp(x); }
-    static __device__ __forceinline__ float log_mixture(float ratio, float beta) {
-        const float below = FastMath::exp(-fabsf(ratio));
-        const float of_other = ratio <= 0.f ? beta : 1.f - beta;
-        return fmaxf(ratio, 0.f) + ptx::lg2_approx_ftz(__fmaf_rn(of_other, below - 1.f, 1.f)) * ln_2();
-    }
-};
-
-template <class Problem>
-using DivergenceMath = Select<Numeric<typename Problem::Element>::kHalf, FastDivergence, ExactDivergence>;
-
-using LtRow = float[LtPlace::kColumnPieces][4];
-
-/// Fields of sums in memory, `stride` numbers apart.
-enum : int { kDivergenceFields = sizeof(DivergenceSums) / sizeof(float) };
-__device__ __forceinline__ DivergenceSums load_divergence(const float* at, long long stride) {
-    return {{at[0], at[stride], at[2 * stride], at[3 * stride]}, {at[4 * stride], at[5 * stride], at[6 * stride], at[7 * stride]}};
-}
-
-/// Sums of a walk that does not know the normalizers.
-template <class Problem>
-struct LaneDivergence {
-    enum : int { kCount = kDivergenceFields };
-    enum : bool { kSecond = false };
-    DivergenceSums all;
-
-    template <class Params>
-    __device__ __forceinline__ void begin(const Params& /*p*/, int /*row*/) {
-        all = divergence_of_nothing();
-    }
-    __device__ __forceinline__ void add(const LtRow& student, const LtRow& teacher, int h) {
-        float student_max = all.student.max;
-        float teacher_max = all.teacher.max;
-#pragma unroll
-        for (int j = 0; j < LtPlace::kColumnPieces; ++j) {
-#pragma unroll
-            for (int e = 0; e < 2; ++e) {
-                student_max = fmaxf(student_max, student[j][2 * h + e]);
-                teacher_max = fmaxf(teacher_max, teacher[j][2 * h + e]);
+    __device__ __forceinline__ void add_tiles(const LtPlace& place, int first, int end, Sums (&sums)[LtPlace::kRows]) const {
+#pragma unroll 1
+        for (int tile = first; tile < end; ++tile) {
+            const int first_column = p.first_column + tile * kLtTileColumns;
+            const bool retained = Problem::retain && first_column < p.retained.columns;
+            if constexpr (Problem::retain && Sums::kSecond) {
+                if (retained) {
+                    add_pairs(PairTile(p.retained, place, p.rows, first_column), sums);
+                    continue;
+                }
             }
-        }
-        move_to(all, student_max, teacher_max);
+            HeadTile<Problem, Teacher> logits;
+            logits.load(p, place, tile, first_column);
+            if (retained) logits.store_retained(p.retained, place, p.rows, first_column);
 #pragma unroll
-        for (int j = 0; j < LtPlace::kColumnPieces; ++j) {
-#pragma unroll
-            for (int e = 0; e < 2; ++e) {
-                const float student_below = student[j][2 * h + e] - student_max;
-                const float teacher_below = teacher[j][2 * h + e] - teacher_max;
-                const float gap = teacher_below - student_below;
-                add_class(all.student, HeadMath<Problem>::exp(student_below), student_below, gap);
-                add_class(all.teacher, HeadMath<Problem>::exp(teacher_below), teacher_below, gap);
+            for (int h = 0; h < LtPlace::kRows; ++h) {
+                sums[h].template add<2 * LtPlace::kColumnPieces>([&](int i) { return logits.at(i / 2, 2 * h + i % 2); });
             }
         }
     }
-    __device__ __forceinline__ void merge_lanes() {
-        float student_max = all.student.max;
-        float teacher_max = all.teacher.max;
-#pragma unroll
-        for (int lanes = 16; lanes > 0; lanes /= 2) {
-            student_max = fmaxf(student_max, __shfl_xor_sync(0xffffffffu, student_max, lanes));
-            teacher_max = fmaxf(teacher_max, __shfl_xor_sync(0xffffffffu, teacher_max, lanes));
-        }
-        move_to(all, student_max, teacher_max);
-        add_up(all.student);
-        add_up(all.teacher);
-    }
-    static __device__ __forceinline__ void add_up(HeadSums& head) {
-        head.exp_sum = warp_total(head.exp_sum);
-        head.exp_z_sum = warp_total(head.exp_z_sum);
-        head.gap_sum = warp_total(head.gap_sum);
-    }
-    __device__ __forceinline__ void add_stored(const float* at, long long stride) { all = merge(load_divergence(at, stride), all); }
-    __device__ __forceinline__ void store(float* at, long long stride) const {
-        const HeadSums& s = all.student;
-        const HeadSums& t = all.teacher;
-        const float fields[kCount] = {s.max, s.exp_sum, s.exp_z_sum, s.gap_sum, t.max, t.exp_sum, t.exp_z_sum, t.gap_sum};
-#pragma unroll
-        for (int i = 0; i < kCount; ++i) at[i * stride] = fields[i];
-    }
-};
 
-/// Sums of a mixture's divergences.
-template <class Problem>
-struct LaneMixture {
-    enum : int { kCount = sizeof(MixtureTerm) / sizeof(float) };
-    enum : bool { kSecond = true };  ///< a walk that finds what the first has retained
-    MixtureTerm all;
-    float lse;
-    float teacher_lse;
-    float beta;
-
-    template <class Params>
-    __device__ __forceinline__ void begin(const Params& p, int row) {
-        all = {0.f, 0.f};
-        lse = p.lse[row];
-        teacher_lse = p.teacher_lse[row];
-        beta = p.beta;
-    }
-    __device__ __forceinline__ void add(const LtRow& student, const LtRow& teacher, int h) {
-#pragma unroll
-        for (int j = 0; j < LtPlace::kColumnPieces; ++j) {
-#pragma unroll
-            for (int e = 0; e < 2; ++e) {
-                const MixtureTerm term =
-                    mixture_term<DivergenceMath<Problem>>(student[j][2 * h + e] - lse, teacher[j][2 * h + e] - teacher_lse, beta);
-                all.divergence += term.divergence;
-                all.student += term.student;
-            }
+    /// Adds tiles that are retained. The next one is on its way while one is added.
+    __device__ __forceinline__ void add_pairs_of(const LtPlace& place, int first, int end, Sums (&sums)[LtPlace::kRows]) const {
+        if (first >= end) return;
+        PairTile next;
+        next.load_pairs(p.retained, place, p.rows, p.first_column + first * kLtTileColumns);
+#pragma unroll 1
+        for (int tile = first; tile < end; ++tile) {
+            const int column = p.first_column + tile * kLtTileColumns;
+            PairTile pairs = next;
+            pairs.load_references(p.retained, place, p.rows, column);
+            if (tile + 1 < end) next.load_pairs(p.retained, place, p.rows, column + kLtTileColumns);
+            add_pairs(pairs, sums);
         }
-    }
-    __device__ __forceinline__ void merge_lanes() { all = {warp_total(all.divergence), warp_total(all.student)}; }
-    __device__ __forceinline__ void add_stored(const float* at, long long stride) {
-        all.divergence += at[0];
-        all.student += at[stride];
-    }
-    __device__ __forceinline__ void store(float* at, long long stride) const {
-        at[0] = all.divergence;
-        at[stride] = all.student;
     }
 };
 
@@ -305,14 +166,34 @@ __device__ __forceinline__ void divergence_mixture(const typename MixtureBlock<P
     MixtureBlock<Problem, Teacher, TileT>(p).run();
 }
 
+template <class Problem, class Teacher, class TileT>
+struct PairsBlock : HeadsBlock<Problem, Teacher, LaneMixture<Problem>, true> {
+    using HeadsBlock<Problem, Teacher, LaneMixture<Problem>, true>::HeadsBlock;
+};
+template <class Problem, class Teacher, class TileT>
+__device__ __forceinline__ void divergence_pairs(const typename PairsBlock<Problem, Teacher, TileT>::Params& p) {
+    PairsBlock<Problem, Teacher, TileT>(p).run();
+}
+
 /// A row's sums of `parts` parts, which lie `part_stride` numbers apart, and their fields `stride`.
 __device__ __forceinline__ DivergenceSums merged_divergence(const float* at, int parts, long long part_stride, long long stride) {
+    constexpr int kAtOnce = 6;  // parts that are read together: a thread waits for memory most of its time
     DivergenceSums all = divergence_of_nothing();
-    for (int part = 0; part < parts; ++part) all = merge(all, load_divergence(at + part * part_stride, stride));
+#pragma unroll 1
+    for (int first = 0; first < parts; first += kAtOnce) {
+        DivergenceSums some[kAtOnce];
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+            some[i] = first + i < parts ? load_divergence(at + (first + i) * part_stride, stride) : divergence_of_nothing();
+        }
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) all = merge(all, some[i]);
+    }
     return all;
 }
 __device__ __forceinline__ MixtureTerm merged_mixture(const float* at, int parts, long long part_stride, long long stride) {
     MixtureTerm all{0.f, 0.f};
+#pragma unroll 8
     for (int part = 0; part < parts; ++part) {
         all = {all.divergence + at[part * part_stride], all.student + at[part * part_stride + stride]};
     }
@@ -383,72 +264,74 @@ __device__ __forceinline__ void divergence_outputs(const DivergenceOutputsParams
     if (p.last != 0) write_losses<Problem>(p, mine);
 }
 
-/// Numbers that a row's gradients of a divergence need beside its logits. An ignored row's are 0.
-template <class Problem>
-struct DivergenceUpstream {
-    float upstream = 0.f;
-    float lse = 0.f;
-    float teacher_lse = 0.f;
-    float of_row = 0.f;
-    float temperature = 1.f;
-    bool counts = false;
-
-    template <class Params>
-    __device__ __forceinline__ DivergenceUpstream(const Params& p, int row, float scale) {
-        if (row >= p.rows) return;
-        const RowTarget target = static_cast<const RowTarget*>(p.row_targets)[row];
-        if (target.target < 0) return;
-        counts = true;
-        upstream = static_cast<const float4*>(p.coefficients)[row].x * scale;
-        lse = target.lse;
-        teacher_lse = p.teacher_lse[row];
-        of_row = p.student_divergence[row];
-        if constexpr (Problem::temperature) temperature = p.temperatures[row];
-    }
-    /// `student`, `teacher`: logits.
-    __device__ __forceinline__ float slope(float student, float teacher, float beta) const {
-        return upstream *
-               divergence_slope<DivergenceMath<Problem>>(Problem::divergence_form, student - lse, teacher - teacher_lse, of_row, beta);
-    }
-};
-
-/// The gradients of a warp's rows of retained logits.
+/// Parameters of dlogits of retained logits.
 template <class Problem>
 struct RetainedRows {
     using Params = TemperedOf<Problem, LtDivergenceDlogitsParams>;
+};
 
-    static __device__ __forceinline__ void load(const Params& p, const LtPlace& place, int column0, LtSums& c) {
-        RetainedHead(p.retained, 0, static_cast<int>(p.first_column) + column0).load(place, p.rows, c);
+/// Dlogits of retained logits. The pairs of a warp's next rows are on their way while these rows' gradients are made.
+template <class Problem, class Teacher, class TileT>
+struct RetainedDlogits : DlogitsBlock<Problem, RetainedRows<Problem>> {
+    using Base = DlogitsBlock<Problem, RetainedRows<Problem>>;
+    using Base::Base;
+    using Base::column0;
+    using Base::kWarpRows;
+    using Base::p;
+    using Base::place;
+
+    __device__ __forceinline__ void run() {
+        wait_for_product();
+        write_factors<Problem>(p.factors, p.scalars);
+        const float scale = dlogits_scale<Problem>(p.scalars, false) * p.derivative;
+        const int first = static_cast<int>(blockIdx.x) * kLtBlockRows + LtPlace::warp() * kWarpRows;
+        const int end = min(first + kWarpRows, p.rows);
+        const int column = static_cast<int>(p.first_column) + column0;
+        PairTile next;
+        place.first_row = first;
+        next.load_pairs(p.retained, place, p.rows, column);
+#pragma unroll 1
+        for (int row = first; row < end; row += LtPlace::kRows) {
+            place.first_row = row;
+            PairTile pairs = next;
+            pairs.load_references(p.retained, place, p.rows, column);
+            place.first_row = row + LtPlace::kRows;
+            if (place.first_row < end) next.load_pairs(p.retained, place, p.rows, column);
+#pragma unroll
+            for (int h = 0; h < LtPlace::kRows; ++h) {
+                float c[LtPlace::kColumnPieces][4];
+                replace_row(pairs, h, row + h, scale, c);
+                if (row + h < p.rows) this->write(c, h, row + h);
+            }
+        }
+        if constexpr (Problem::bias) {
+            if (p.bias_partials != nullptr) this->sum_columns();
+        }
     }
-    static __device__ __forceinline__ void replace(const Params& p, const LtPlace& place, int column0, float scale, LtSums& c) {
-        LtSums teacher;
-        RetainedHead(p.retained, 1, static_cast<int>(p.first_column) + column0).load(place, p.rows, teacher);
+
+    __device__ __forceinline__ void replace_row(const PairTile& pairs, int h, int row, float scale,
+                                                float (&c)[LtPlace::kColumnPieces][4]) const {
+        const DivergenceUpstream<Problem> of(p, row, scale);
+        const LogitDerivative<Problem> derivative(p.transform, of.temperature);
 #pragma unroll
-        for (int h = 0; h < LtPlace::kRows; ++h) {
-            const DivergenceUpstream<Problem> of(p, place.row(0, h), scale * p.derivative);
-            const LogitDerivative<Problem> derivative(p.transform, of.temperature);
+        for (int i = 0; i < PairTile::kPieces; ++i) {
+            const PairLogs logs(pairs.references[h][i], of.lse, of.teacher_lse);
 #pragma unroll
-            for (int j = 0; j < LtPlace::kColumnPieces; ++j) {
-#pragma unroll
-                for (int e = 0; e < 2; ++e) {
-                    const float z = c[0][j][2 * h + e];
-                    float dz = of.slope(z, teacher[0][j][2 * h + e], p.beta);
-                    if constexpr (Problem::stores_derivative) dz *= derivative(z);
-                    c[0][j][2 * h + e] = of.counts ? dz : 0.f;
-                }
+            for (int e = 0; e < 4; ++e) {
+                const unsigned pair = pairs.pair(h, i, e);
+                float dz = of.upstream * slope_of_logs(Problem::divergence_form, logs.of(pair), of.of_row, p.beta);
+                if constexpr (Problem::stores_derivative) dz *= derivative(PairBlock::unpack(pair, logs.references).student);
+                c[2 * i + e / 2][2 * h + e % 2] = of.counts ? dz : 0.f;
             }
         }
     }
-};
-
-template <class Problem, class Teacher, class TileT>
-struct RetainedDlogits : DlogitsBlock<Problem, RetainedRows<Problem>> {
-    using DlogitsBlock<Problem, RetainedRows<Problem>>::DlogitsBlock;
 };
 template <class Problem, class Teacher, class TileT>
 __device__ __forceinline__ void divergence_retained(const typename RetainedDlogits<Problem, Teacher, TileT>::Params& p) {
     RetainedDlogits<Problem, Teacher, TileT>(p).run();
 }
+
+using LtRow = float[LtPlace::kColumnPieces][4];
 
 /// The gradients of a warp's rows of sums, for a divergence.
 template <class Problem, class Teacher>

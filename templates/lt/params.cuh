@@ -2,8 +2,10 @@
 #pragma once
 
 #if defined(__CUDACC__)
+#include "flce/common/heads_params.cuh"
 #include "flce/common/params.cuh"
 #else
+#include "templates/common/heads_params.cuh"
 #include "templates/common/params.cuh"
 #endif
 
@@ -36,20 +38,9 @@ struct LtDlogitsParams : DlogitsParams {
     float* factors;  ///< Gemm::factors of grad_weight, written here; null: nobody reads them
 };
 
-/// Logits of both heads that forward leaves to backward: for each kLtTileColumns columns of the vocabulary a block of the student's
-/// [tokens, kLtTileColumns] and the teacher's as fp16 below the row's largest in the block, and of these [tokens] fp32 for each head.
-struct LtRetainedHeads {
-    void* data;
-    long long block_bytes;
-    long long tokens;
-    long long first_row;  ///< row of the call at which the launch's rows begin
-    int columns;          ///< retained columns of the vocabulary, from its start; 0: none
-    int unused;
-};
-
 /// Both heads' sums of the same rows and columns, one `ld`. Of LtForwardParams nothing that belongs to exponentials.
 struct LtDivergenceParams : LtForwardParams {
-    LtRetainedHeads retained;
+    RetainedPairs retained;
     const float* teacher_sums;
     const void* teacher_bias;
     const float* lse;  ///< [rows], of a mixture's second walk, and so is teacher_lse
@@ -59,7 +50,7 @@ struct LtDivergenceParams : LtForwardParams {
     int unused;
 };
 struct LtDivergenceDlogitsParams : LtDlogitsParams {
-    LtRetainedHeads retained;  ///< logits for a launch that reads no sums
+    RetainedPairs retained;  ///< logits for a launch that reads no sums
     const float* teacher_sums;
     const void* teacher_bias;  ///< bias of the launch's columns
     const float* teacher_lse;  ///< [rows], and so is student_divergence
@@ -68,6 +59,7 @@ struct LtDivergenceDlogitsParams : LtDlogitsParams {
     float beta;
     float derivative;  ///< d logit / d (hidden · weightᵀ) at a temperature of 1, but for a softcap's
 };
+static_assert(+kLtTileColumns == +kPairColumns, "a warp has a block of pairs at a time");
 
 /// Exponentials of rows whose reference turned out to be far below their logits.
 struct LtStaleParams : ForwardParams {

@@ -2,8 +2,10 @@
 #pragma once
 
 #if defined(__CUDACC__)
+#include "flce/common/heads_params.cuh"
 #include "flce/common/params.cuh"
 #else
+#include "templates/common/heads_params.cuh"
 #include "templates/common/params.cuh"
 #endif
 
@@ -68,6 +70,50 @@ struct NamedTilesParams : TeacherLogitsParams {
     NamedLists named;
     int rows;
     int tile_columns;
+};
+
+/// How a launch over both heads cuts rows × columns: jobs of a cluster of rows and a strip of tiles.
+struct HeadsJobs {
+    int strips;
+    int pairs;           ///< strips of two tiles, which come before those of one; below 0: strips are nearly alike
+    int block_clusters;  ///< clusters of rows that go through all strips side by side
+    int unused;
+};
+
+/// Both heads of a divergence. `hidden` and `weight` are the student's.
+struct HeadsSm90Params : ForwardParams {
+    TensorMap hidden_map;
+    TensorMap weight_map;
+    TensorMap teacher_hidden_map;
+    TensorMap teacher_weight_map;
+    Tickets* tickets;
+    float* parked;  ///< [blocks][consumers] tiles of the student's products, as their threads hold them
+    RetainedPairs retained;
+    const void* teacher_bias;
+    const float* lse;  ///< [rows], of a mixture's second walk, and so is teacher_lse
+    const float* teacher_lse;
+    float teacher_transform[kMaxTransformParameters];
+    HeadsJobs jobs;  ///< each strip has two partial results
+    float beta;
+    int first_column;  ///< column of the vocabulary from which on the launch computes
+};
+
+/// Both heads of a chunk of a divergence. The base has the student's.
+struct HeadsDlogitsSm90Params : DlogitsParams {
+    TensorMap hidden_map;
+    TensorMap weight_map;
+    TensorMap teacher_hidden_map;
+    TensorMap teacher_weight_map;
+    Tickets* tickets;
+    float* parked;             ///< parked of HeadsSm90Params
+    float* factors;            ///< Gemm::factors of grad_weight, written here
+    const void* teacher_bias;  ///< at the chunk's first column
+    const float* teacher_lse;  ///< [rows], and so is student_divergence
+    const float* student_divergence;
+    float teacher_transform[kMaxTransformParameters];
+    HeadsJobs jobs;
+    float beta;
+    int unused;
 };
 
 struct DlogitsSm90Params : DlogitsParams {

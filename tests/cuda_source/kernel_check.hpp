@@ -23,7 +23,7 @@ namespace flce::test {
 /// The kernels that hold a tile of a GEMM in registers.
 [[nodiscard]] inline bool has_main_loop(const std::string& kernel) {
     return kernel.starts_with("flce_forward") || kernel.starts_with("flce_dlogits") || kernel.starts_with("flce_grad_hidden") ||
-           kernel.starts_with("flce_grad_weight") || kernel.starts_with("flce_backward_chunks");
+           kernel.starts_with("flce_grad_weight") || kernel.starts_with("flce_backward_chunks") || kernel.starts_with("flce_heads");
 }
 
 /// Units of one configuration as one, which NVRTC is quicker with. The second of a name gets a number: flce_forward, flce_forward_1.

@@ -23,7 +23,8 @@ namespace flce {
     X(teacher_dlogits) X(teacher_bias) X(grad_bias) X(scatter_rows) X(make_room) X(zero_columns)          \
     /* A divergence from a teacher's head. */                                                             \
     X(divergence_sums) X(divergence_mixture) X(divergence_outputs) X(divergence_retained)                 \
-    X(divergence_shard_sums)                                                                              \
+    X(divergence_shard_sums) X(divergence_pairs) X(heads_sums /* with both products */) X(heads_mixture)   \
+    X(heads_dlogits)                                                                                      \
     /* Around the products of a library. */                                                               \
     X(stale_sums) X(stale_rows) X(scaled_hidden) X(finish_hidden) X(finish_weight)                        \
     /* Over the ids of each row alone. */                                                                 \

@@ -98,7 +98,8 @@ bool sees_logits(KernelRole role) {
     return role == KernelRole::forward || role == KernelRole::forward_few || role == KernelRole::dlogits ||
            role == KernelRole::backward_chunks || role == KernelRole::hidden_chunks || role == KernelRole::stale_sums ||
            role == KernelRole::stale_rows || role == KernelRole::divergence_sums || role == KernelRole::divergence_mixture ||
-           role == KernelRole::divergence_retained;
+           role == KernelRole::divergence_retained || role == KernelRole::divergence_pairs || role == KernelRole::heads_sums ||
+           role == KernelRole::heads_mixture || role == KernelRole::heads_dlogits;
 }
 
 }  // namespace
@@ -135,6 +136,7 @@ KernelWriter::KernelWriter(const Spec& spec, const Device& device, const Plan& p
 
 void KernelWriter::gemm(const GemmKernel& kernel) {
     CudaUnit unit{configuration_, {}};
+    if (!kernel.header.empty()) unit.source += fmt::format("#include \"flce/{}\"\n\n", kernel.header);
     const std::string arguments = fmt::format("<{}, flce::{}>", kernel.problem, kernel.tile);
     std::string params = kernel.params;
     if (spec_.class_groups && sees_logits(kernel.role)) params = fmt::format("Grouped<flce::{}>", params);

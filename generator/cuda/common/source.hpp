@@ -41,6 +41,7 @@ struct GemmKernel {
     KernelBlock block{};
     std::string problem = "Problem";  ///< type that the kernel is an instance for
     bool overlaps_previous = false;   ///< KernelEntry's; the kernel waits by itself
+    std::string_view header = {};     ///< file of templates/ that has the function, where KernelFamily's does not
 };
 
 /// A path's kernels, as far as the text of their units depends on it.

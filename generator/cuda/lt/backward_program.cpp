@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <cstddef>
 #include <iterator>
 #include <utility>
 
@@ -17,6 +18,7 @@ constexpr int kPieceColumnsLoop = kBackwardLoops + 1;
 constexpr int kBlockLoop = kBackwardLoops + 2;
 
 struct Pass : BackwardPass {
+    const Device& device;
     const BackwardLayoutLt& layout;
     const RetainedLayout& retained;
     Expr all_retained;   ///< whether no column is computed again
@@ -24,8 +26,9 @@ struct Pass : BackwardPass {
     bool own_sum;        ///< whether grad_hidden is its own fp32 sum
     bool retains_heads;  ///< whether logits of both heads may be retained
 
-    Pass(const Spec& spec, const Plan& plan, const CudaSource& source, const BackwardLayoutLt& layout)
+    Pass(const Spec& spec, const Device& device, const Plan& plan, const CudaSource& source, const BackwardLayoutLt& layout)
         : BackwardPass(spec, plan, source, layout),
+          device(device),
           layout(layout),
           retained(layout.retained),
           all_retained(plan.strategy == Strategy::retain
@@ -121,8 +124,8 @@ Matrix chunk_weight(const Pass& pass, const Chunk& chunk, const Expr& column_in_
     return weight_matrix(pass.spec, hidden_major, weight_operand(pass, chunk) + column_in_chunk * (step * pass.element_bytes));
 }
 
-/// dlogits of the chunk and the row block, piece by piece.
-Statement dlogits_step(const Pass& pass, const Chunk& chunk, const RowBlock& block, const SumsPlace& sums) {
+/// dlogits of the chunk and the row block, by the library's products, piece by piece.
+Statement library_dlogits_step(const Pass& pass, const Chunk& chunk, const RowBlock& block, const SumsPlace& sums) {
     const GemmTile& tile = sums.tile;
     const Piece piece = piece_of(pass, chunk, block, tile);
     const bool hidden_major = pass.hidden_major && !rounds_weight(pass.spec);
@@ -138,6 +141,19 @@ Statement dlogits_step(const Pass& pass, const Chunk& chunk, const RowBlock& blo
     steps.push_back(dlogits_of_piece(pass, piece, sums));
     std::vector<Statement> columns = {{Loop{kPieceColumnsLoop, ceil_div(chunk.columns, std::int64_t{tile.block_n}), std::move(steps)}}};
     return {Loop{kPieceRowsLoop, ceil_div(block.count, std::int64_t{tile.block_m}), std::move(columns)}};
+}
+
+/// dlogits of the chunk and the row block. A launch that makes both heads' products parks the student's in the place of sums.
+Statement dlogits_step(const Pass& pass, const Chunk& chunk, const RowBlock& block, const SumsPlace& sums) {
+    Statement by_library = library_dlogits_step(pass, chunk, block, sums);
+    if (!has_heads_dlogits(pass.spec, pass.device) || !has_heads_launches(pass.spec, pass.device, pass.plan)) return by_library;
+    const Expr room = less(heads_scratch(pass.device).parked_bytes, both_sums_bytes(sums.tile) + 1);
+    const Expr takes = room && less(kFewHeadsRows, block.count);
+    const Expr tickets = scalars_at() + static_cast<std::int64_t>(offsetof(PassScalars, tickets));
+    const HeadsDlogits of{.parked = sums.student, .tickets = tickets, .factors = pass.factors()};
+    std::vector<Statement> steps = {{If{takes, heads_dlogits_steps(pass, pass.device, chunk, block, of)}},
+                                    {If{!takes, {std::move(by_library)}}}};
+    return {If{1, std::move(steps)}};
 }
 
 /// dlogits of a chunk of retained logits.
@@ -163,7 +179,7 @@ Statement retained_dlogits_step(const Pass& pass, const RetainedHeads& retained,
         .set(&Params::student_divergence, slot(Slot::student_divergence) + block.first * 4)
         .set_float(&Params::beta, static_cast<float>(spec.divergence_beta))
         .set_float(&Params::derivative, static_cast<float>(spec.logit_scale));
-    set_retained_heads(launch, retained, block.first);
+    set_pairs(launch, retained.from_row(block.first));
     return build_with_rows(std::move(launch), spec, row_numbers_at(layout, 0));
 }
 
@@ -332,8 +348,9 @@ Statement retained_weight_step(const Pass& pass) {
 }  // namespace
 
 // A call's stage decides which of these steps it does. Where everything is retained, grad_weight is left for the second stage.
-LaunchProgram backward_program(const Spec& spec, const Plan& plan, const CudaSource& source, const BackwardLayoutLt& layout) {
-    const Pass pass(spec, plan, source, layout);
+LaunchProgram backward_program(const Spec& spec, const Device& device, const Plan& plan, const CudaSource& source,
+                               const BackwardLayoutLt& layout) {
+    const Pass pass(spec, device, plan, source, layout);
     std::vector<Statement> steps = coefficient_steps(pass);
     const bool retains = plan.strategy == Strategy::retain && !has_teacher_head(spec);
     const Expr tokens = less(0, slot(Slot::num_tokens));

@@ -96,7 +96,7 @@ Statement heads_step(const ForwardPass& pass, const ForwardLayoutLt& layout, Ker
         .set_transform(&Params::teacher_transform, teacher_head(spec))
         .set_float(&Params::beta, static_cast<float>(spec.divergence_beta));
     const RetainedHeads retained = retained_heads(spec, pass.plan);
-    set_retained_heads(launch, retained, pass.rows.base);
+    set_pairs(launch, retained.from_row(pass.rows.base));
     // A second walk finds logits that the first has retained.
     const Expr multiplies = kernel == KernelRole::divergence_mixture ? less(retained.columns, piece.first + piece.count) : Expr(1);
     std::vector<Statement> products = {product(pass, layout, piece, columns.sums),

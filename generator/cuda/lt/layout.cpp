@@ -18,8 +18,6 @@ std::int64_t most_splits(const Plan& plan) { return std::min<std::int64_t>(plan.
 
 std::int64_t heads(const Spec& spec) { return has_teacher_head(spec) ? 2 : 1; }
 
-Expr both_sums_bytes(const GemmTile& tile) { return round_up(sums_bytes(tile), kWorkspaceAlignment) * std::int64_t{2}; }
-
 std::int64_t gradient_row_bytes(const Spec& spec) {
     return spec.hidden_size * static_cast<std::int64_t>(element_bytes(spec.grad_weight_dtype));
 }
@@ -132,6 +130,8 @@ std::vector<GemmTile> lent_sums(const Plan& plan, const GemmTile& narrow) {
 
 }  // namespace
 
+Expr both_sums_bytes(const GemmTile& tile) { return round_up(sums_bytes(tile), kWorkspaceAlignment) * std::int64_t{2}; }
+
 Plan with_lent_tile(Plan plan) {
     plan.cuda.forward = plan.cuda.lent;
     return plan;
@@ -142,7 +142,7 @@ Expr is_lent() { return slot(Slot::retained_in_grad_weight) && less(0, slot(Slot
 RetainedHeads retained_heads(const Spec& spec, const Plan& plan) {
     if (!has_teacher_head(spec) || plan.strategy != Strategy::retain) return {};
     const Expr n = slot(Slot::num_tokens);
-    const Expr own = round_up(max(n, 1) * std::int64_t{2 * (2 * kLtTileColumns + 4)}, kWorkspaceAlignment);
+    const Expr own = round_up(max(n, 1) * std::int64_t{kPairBytes}, kWorkspaceAlignment);
     const std::int64_t blocks = (spec.vocab_size + kLtTileColumns - 1) / kLtTileColumns;
     Expr block = own;
     Expr fitting = floor_div(slot(Slot::retained_bytes), own);
@@ -269,6 +269,34 @@ ForwardLayoutLt lent_forward_layout(const Spec& spec, const Plan& plan) {
     }
     if (last.block_n > 0) f.heads.push_back({first, retained.columns, f.sums});
     return f;
+}
+
+namespace {
+
+constexpr std::int64_t kHeadsRows = 4096;  ///< most tokens of a launch: their hidden states stay in L2
+
+}  // namespace
+
+ForwardLayoutLt heads_layout(const Spec& spec, const Device& device) {
+    const Expr n = slot(Slot::num_tokens);
+    const Expr launches = max(ceil_div(n, kHeadsRows), 1);
+    const Expr rows = round_up(ceil_div(n, launches), 256);
+    const Expr most = round_up(min(n, rows), 32);
+    const Expr splits = heads_splits(spec, device, {.rows = most});
+    constexpr std::int64_t kTicketWords = sizeof(Tickets) / 4;
+    ForwardLayoutLt f{
+        place_forward(spec, {.rows = rows, .partials = most * splits, .stretch = spec.vocab_size, .counter_words = kTicketWords}), {}};
+    Pieces pieces(f.total);
+    f.parked = workspace_at(pieces.take(heads_scratch(device).parked_bytes));
+    f.total = pieces.end();
+    return f;
+}
+
+bool has_heads_launches(const Spec& spec, const Device& device, const Plan& plan) {
+    if (!has_heads_kernels(spec, device)) return false;
+    const HeadsScratch scratch = heads_scratch(device);
+    const std::int64_t partials = scratch.partials * 4 * partial_fields(spec);
+    return scratch.parked_bytes + partials + 4 * kHeadsRows + (64 << 10) <= plan.scratch_bytes;
 }
 
 Expr forward_splits(const Device& device, const Plan& plan, const Expr& rows) {

@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <array>
 #include <utility>
 
@@ -72,6 +73,11 @@ CudaSource source(const Spec& spec, const Device& device, const Plan& plan) {
         if (divergence_form(spec.divergence_beta) == kMixture) {
             of_heads(KernelRole::divergence_mixture, "LtDivergenceParams", "MixtureBlock");
         }
+        if (has_heads_launches(spec, device, plan)) {
+            write_heads_kernels(writer, spec);
+            const bool mixes = divergence_form(spec.divergence_beta) == kMixture;
+            if (retains && mixes) of_heads(KernelRole::divergence_pairs, "LtDivergenceParams", "PairsBlock");
+        }
     } else {
         of_sums(KernelRole::forward, "LtForwardParams", "ForwardBlock", 2);
     }
@@ -111,7 +117,15 @@ CudaProgram generate(const Spec& spec, const Device& device, const Plan& plan) {
         program.forward.body = {{If{is_lent(), std::move(wide.body)}}, {If{!is_lent(), std::move(program.forward.body)}}};
         program.forward_workspace_bytes = max(forward.total, lent.total);
     }
-    program.backward = backward_program(spec, plan, kernels, backward);
+    if (has_heads_launches(spec, device, plan)) {
+        const ForwardLayoutLt layout = heads_layout(spec, device);
+        LaunchProgram joined = heads_program(spec, device, plan, kernels, layout);
+        const Expr takes = less(kFewHeadsRows, slot(Slot::num_tokens));
+        program.forward.body = {{If{takes, std::move(joined.body)}}, {If{!takes, std::move(program.forward.body)}}};
+        program.forward.variable_count = std::max(program.forward.variable_count, joined.variable_count);
+        program.forward_workspace_bytes = select(takes, layout.total, program.forward_workspace_bytes);
+    }
+    program.backward = backward_program(spec, device, plan, kernels, backward);
     program.backward_workspace_bytes = backward.total;
     const RetainedHeads heads = retained_heads(spec, plan);
     program.retained_bytes = has_teacher_head(spec) ? heads.most : forward.retained.most;

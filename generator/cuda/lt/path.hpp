@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "generator/cuda/common/cuda_path.hpp"
+#include "generator/cuda/common/heads_kernels.hpp"
 #include "generator/cuda/common/launch_builder.hpp"
 #include "generator/cuda/common/source.hpp"
 #include "generator/cuda/common/workspace.hpp"
@@ -25,7 +26,7 @@ namespace lt {
 [[nodiscard]] Cost forward_cost(const Spec& spec, const Device& device, const Plan& plan, double num_tokens, double retained);
 [[nodiscard]] Cost backward_cost(const Spec& spec, const Device& device, const Plan& plan, double num_tokens, double retained);
 
-/// Logits of both heads that a divergence retains: LtRetainedHeads. A function of Slot::retained_bytes and retained_in_grad_weight, so that
+/// Logits of both heads that a divergence retains: RetainedPairs. A function of Slot::retained_bytes and retained_in_grad_weight, so that
 /// both passes agree. In grad_weight's memory a block is at least as long as its classes' gradient, so that a gradient overwrites only
 /// blocks of its own classes and of those before them.
 struct RetainedHeads {
@@ -33,17 +34,13 @@ struct RetainedHeads {
     Expr block_bytes{0};
     Expr most{0};      ///< most bytes that there is a use for
     Expr lendable{0};  ///< bytes of grad_weight that may be lent; 0 where its memory will not do
+
+    /// Fields of rows from `first_row` on.
+    [[nodiscard]] RetainedPairsAt from_row(const Expr& first_row) const {
+        return {.data = slot(Slot::retained), .block_bytes = block_bytes, .columns = columns, .first_row = first_row};
+    }
 };
 [[nodiscard]] RetainedHeads retained_heads(const Spec& spec, const Plan& plan);
-/// Sets the fields of an LtRetainedHeads, of rows from `first_row` on.
-template <class Params>
-void set_retained_heads(LaunchBuilder<Params>& launch, const RetainedHeads& heads, const Expr& first_row) {
-    launch.set(&Params::retained, &LtRetainedHeads::data, slot(Slot::retained))
-        .set(&Params::retained, &LtRetainedHeads::block_bytes, heads.block_bytes)
-        .set(&Params::retained, &LtRetainedHeads::tokens, slot(Slot::num_tokens))
-        .set(&Params::retained, &LtRetainedHeads::first_row, first_row)
-        .set(&Params::retained, &LtRetainedHeads::columns, heads.columns);
-}
 
 /// Whether forward's call has grad_weight's memory lent.
 [[nodiscard]] Expr is_lent();
@@ -54,6 +51,8 @@ struct SumsPlace {
     Expr student{0};
     Expr teacher{0};  ///< where the spec has a teacher's head
 };
+/// Bytes of both heads' sums, which lie side by side.
+[[nodiscard]] Expr both_sums_bytes(const GemmTile& tile);
 
 /// Columns that a divergence's forward computes with sums of one size.
 struct HeadsColumns {
@@ -70,6 +69,7 @@ struct ForwardLayoutLt : ForwardLayout {
     Expr gemm_workspace{0};
     Expr top_keys{0};  ///< lists of classes and their states, where the spec has a top_k
     Expr top_states{0};
+    Expr parked{0};  ///< student's products of HeadsLaunch, where that makes both
 };
 struct BackwardLayoutLt : BackwardLayout {
     RetainedLayout retained;  ///< retained memory that backward reads
@@ -82,6 +82,10 @@ struct BackwardLayoutLt : BackwardLayout {
 /// The layout of a forward that has grad_weight's memory, at whose end the sums lie until retained logits come there; the plan has a lent
 /// tile.
 [[nodiscard]] ForwardLayoutLt lent_forward_layout(const Spec& spec, const Plan& plan);
+/// The layout of a forward whose launches make both heads' products (heads_kernels.hpp).
+[[nodiscard]] ForwardLayoutLt heads_layout(const Spec& spec, const Device& device);
+/// Whether the plan's set has those launches: the device has them, and scratch has room. They take more than kFewHeadsRows tokens.
+[[nodiscard]] bool has_heads_launches(const Spec& spec, const Device& device, const Plan& plan);
 [[nodiscard]] BackwardLayoutLt backward_layout(const Spec& spec, const Plan& plan);
 
 /// A part of a divergence's vocabulary that backward walks in chunks of one kind, `first` to `end`.
@@ -105,11 +109,15 @@ struct HeadsStretch {
 /// Forward where the spec has a teacher's head.
 [[nodiscard]] LaunchProgram divergence_program(const Spec& spec, const Device& device, const Plan& plan, const CudaSource& source,
                                                const ForwardLayoutLt& layout);
+/// divergence_program with launches that make both heads' products.
+[[nodiscard]] LaunchProgram heads_program(const Spec& spec, const Device& device, const Plan& plan, const CudaSource& source,
+                                          const ForwardLayoutLt& layout);
 /// `plan` with its lent tile as forward's.
 [[nodiscard]] Plan with_lent_tile(Plan plan);
 [[nodiscard]] LaunchProgram forward_program(const Spec& spec, const Device& device, const Plan& plan, const CudaSource& source,
                                             const ForwardLayoutLt& layout);
-[[nodiscard]] LaunchProgram backward_program(const Spec& spec, const Plan& plan, const CudaSource& source, const BackwardLayoutLt& layout);
+[[nodiscard]] LaunchProgram backward_program(const Spec& spec, const Device& device, const Plan& plan, const CudaSource& source,
+                                             const BackwardLayoutLt& layout);
 
 }  // namespace lt
 }  // namespace flce
