@@ -14,6 +14,7 @@
 #include "flce/plan.hpp"
 #include "generator/cpu/blocks.hpp"
 #include "generator/cuda/common/cuda_path.hpp"
+#include "generator/cuda/common/heads_kernels.hpp"
 #include "generator/cuda/common/kernel_role.hpp"
 #include "templates/common/divergence_math.cuh"
 
@@ -447,6 +448,10 @@ std::vector<std::string> plan_reasons(const Spec& any_spec, const Device& device
     if (plan.path != PlanPath::cuda_gather) {
         lines.push_back(fmt::format("chunk of at most {} vocabulary rows; scratch of {} bytes decides how many at a time", plan.vocab_chunk,
                                     plan.scratch_bytes));
+    }
+    if (device.kind == DeviceKind::cuda && has_heads_kernels(spec, device)) {
+        lines.push_back(fmt::format(
+            "one launch makes both heads' logits of more than {} tokens where scratch has room for it, else the library", kFewHeadsRows));
     }
     if (has_lent_tile(plan)) {
         lines.push_back(
