@@ -124,6 +124,40 @@ def test_of_equal_logits_the_smaller_class_comes_first(k: int, dtype: torch.dtyp
     assert torch.allclose(made.logprobs.cpu(), rows.log_softmax(-1).gather(-1, order), atol=1e-4)
 
 
+@pytest.mark.parametrize("classes", [1000, 9001, 20000])
+@pytest.mark.parametrize("k", [1, 8, 48, 64, 200])
+def test_any_rows_among_many_tokens(k: int, classes: int, device: str) -> None:
+    """Tokens enough for bounds from the first columns, whatever those are: equal, without order, in order, far apart."""
+    draw = torch.Generator().manual_seed(5)
+    number = torch.arange(classes).float()
+    any_order = torch.randint(-250, 250, (classes,), generator=draw).float()
+    few = torch.where(torch.rand(classes, generator=draw) < 60 / classes, any_order, -math.inf)
+    rows = torch.stack(
+        [
+            torch.full((classes,), 3.0),
+            number % 2,
+            any_order,
+            (number * 256 / classes).floor(),
+            -(number * 256 / classes).floor(),
+            any_order.sort().values,
+            torch.where(number == 33, 2.0**100, any_order),  # one far above the others
+            torch.where(number == 33, -(2.0**100), any_order),
+            torch.exp2((any_order / 4).round()),  # all sizes
+            -torch.exp2((any_order / 4).round()),
+            (number >= classes - 30).float(),
+            ((number > 1400) & (number < 1500)).float(),
+            any_order * 2.0**-130,  # below the least normal number, in part
+            few.nan_to_num(neginf=-(2.0**120)),
+        ]
+    )
+    hidden, weight = exact_layer(rows, device, torch.bfloat16)
+    tokens = torch.arange(610) % rows.shape[0]
+    made = flce.linear_topk(hidden[tokens.to(device)], weight, k)
+    order = rows.sort(dim=-1, descending=True, stable=True).indices[:, :k]
+    wrong = (made.ids.cpu() != order[tokens]).any(-1)
+    assert not bool(wrong.any()), f"rows {tokens[wrong].unique().tolist()}"
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_infinite_logits_and_nan(dtype: torch.dtype, device: str) -> None:
     hidden, weight = layer(device, dtype, tokens=4)

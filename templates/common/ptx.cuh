@@ -27,6 +27,10 @@ __device__ __forceinline__ void cp_async_ca_8(unsigned destination, const void* 
 }
 /// Waits for this thread's copies.
 __device__ __forceinline__ void cp_async_wait_all() { asm volatile("cp.async.wait_all;\n" ::: "memory"); }
+/// cp.async of 4 bytes.
+__device__ __forceinline__ void cp_async_ca_4(unsigned destination, const void* source) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;\n" ::"r"(destination), "l"(source) : "memory");
+}
 __device__ __forceinline__ void cp_async_commit_group() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }
 template <int kPending>
 __device__ __forceinline__ void cp_async_wait_group() {
@@ -95,14 +99,24 @@ __device__ __forceinline__ void st_global_v2_if(bool stores, void* address, unsi
 __device__ __forceinline__ void count_if_above(int& count, float value, float limit) {
     asm volatile("{\n.reg .pred p;\nsetp.gt.f32 p, %1, %2;\n@p add.s32 %0, %0, 1;\n}\n" : "+r"(count) : "f"(value), "f"(limit));
 }
-/// Stores value and `beside` where value is above limit, and goes on to the next place. `offset`: bytes from `base`, which is the same in
-/// all threads.
-__device__ __forceinline__ void put_global_v2_if_above(void* base, unsigned& offset, float value, float limit, int beside) {
+/// bits | bit where value is not below limit.
+__device__ __forceinline__ void or_if_reaches(unsigned& bits, float value, float limit, unsigned bit) {
+    asm("{\n.reg .pred p;\nsetp.ge.f32 p, %1, %2;\n@p or.b32 %0, %0, %3;\n}\n" : "+r"(bits) : "f"(value), "f"(limit), "r"(bit));
+}
+/// 9.7.3.12 max.NaN: NaN where one of them is.
+__device__ __forceinline__ float max_nan(float a, float b) {
+    float r;
+    asm("max.NaN.f32 %0, %1, %2;\n" : "=f"(r) : "f"(a), "f"(b));
+    return r;
+}
+/// Stores value and `beside` where value is above limit, and goes on to the next place. A carry to the address's upper half is lost, so
+/// places that follow each other lie within a block that is aligned to its size.
+__device__ __forceinline__ void put_global_v2_if_above(unsigned long long& address, float value, float limit, int beside) {
     asm volatile(
-        "{\n.reg .pred p;\n.reg .b64 a;\nsetp.gt.f32 p, %1, %2;\ncvt.u64.u32 a, %0;\nadd.s64 a, a, %4;\n"
-        "@p st.global.v2.b32 [a], {%1, %3};\n@p add.u32 %0, %0, 8;\n}\n"
-        : "+r"(offset)
-        : "f"(value), "f"(limit), "r"(beside), "l"(base)
+        "{\n.reg .pred p;\n.reg .b32 low, high;\nsetp.gt.f32 p, %1, %2;\n@p st.global.v2.b32 [%0], {%1, %3};\n"
+        "mov.b64 {low, high}, %0;\n@p add.u32 low, low, 8;\nmov.b64 %0, {low, high};\n}\n"
+        : "+l"(address)
+        : "f"(value), "f"(limit), "r"(beside)
         : "memory");
 }
 __device__ __forceinline__ void st_global_v4(void* address, const unsigned (&r)[4]) {

@@ -182,16 +182,16 @@ struct LaneLogits {
     /// Whether some of the columns are no classes.
     __device__ __forceinline__ bool ragged() const { return first + Columns::of(kColumnPieces - 1) + 2 > end; }
     __device__ __forceinline__ int count_above(float least) const {
-        int count = 0;
+        int counts[3] = {};  // one after the other, each addition would wait for the one before
 #pragma unroll
-        for (int i = 0; i < kCount; ++i) ptx::count_if_above(count, c[i / 2][2 * h + i % 2], least);
-        return count;
+        for (int i = 0; i < kCount; ++i) ptx::count_if_above(counts[i % 3], c[i / 2][2 * h + i % 2], least);
+        return counts[0] + counts[1] + counts[2];
     }
     /// Writes the logits above `least`, in order.
     __device__ __forceinline__ void put_above(float least, TopEntry* lists, unsigned place) const {
-        unsigned offset = place * static_cast<unsigned>(sizeof(TopEntry));
+        auto address = reinterpret_cast<unsigned long long>(lists + place);
 #pragma unroll
-        for (int i = 0; i < kCount; ++i) ptx::put_global_v2_if_above(lists, offset, c[i / 2][2 * h + i % 2], least, id_at(i));
+        for (int i = 0; i < kCount; ++i) ptx::put_global_v2_if_above(address, c[i / 2][2 * h + i % 2], least, id_at(i));
     }
     /// Bits of logits of classes that are not up to `least`.
     __device__ __forceinline__ unsigned above(int word, float least) const {

@@ -70,7 +70,7 @@ struct ForwardSm90 {
     __device__ __forceinline__ void run() {
         if (blockIdx.x == 0 && threadIdx.x == 0) {
             p.scalars->splits = launch.share.splits;
-            if constexpr (Problem::top_k > 0) p.scalars->top_splits = launch.share.lists(Launch::kWriters);
+            if constexpr (Problem::top_k > 0) p.scalars->top_splits = lists().of_row();
         }
         if (!launch.has_work()) return mainloop.meet();
         if (launch.goes_again() && !launch.any_stale()) return mainloop.meet();

@@ -25,6 +25,12 @@ struct TopListsSm90 {
     const PlaceSm90<TileT>& place;
     float* const stash;  ///< this thread's first element
 
+    /// Lists of a row in this launch, or where it has none, in launches behind it.
+    __device__ __forceinline__ int of_row() const {
+        ForwardShare share = launch.share;
+        if (launch.p.top_dense != nullptr) share.clusters = launch.p.clusters;
+        return share.lists(Launch::kWriters);
+    }
     __device__ __forceinline__ void forget() const {
 #pragma unroll
         for (int row = 0; row < Launch::kParts * kRows; ++row) save(0, row, 0.f, kUnknown);

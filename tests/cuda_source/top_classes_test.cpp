@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "flce/plan.hpp"
+#include "generator/cuda/common/workspace.hpp"
 #include "generator/cuda_program.hpp"
 #include "generator/planner.hpp"
 #include "templates/common/output_params.cuh"
@@ -90,7 +91,7 @@ TEST(TopClasses, Launches_GoThroughTheVocabularyAndTellBounds) {
     }
     EXPECT_EQ(found.classes[0].last + found.classes[1].last, 0);
     EXPECT_EQ(found.classes[2].last, 1);
-    EXPECT_GT(found.zeroed, 0) << "lists are empty at first";
+    EXPECT_EQ(found.zeroed, 0) << "top_classes empties lists of the launch behind it";
 }
 
 TEST(TopClasses, Weight_BeginsWithTheLaunchsColumns) {
@@ -128,10 +129,24 @@ TEST(TopClasses, FewTokens_AreOneLaunch) {
     EXPECT_EQ(found.forwards[0].top_dense, nullptr);
     EXPECT_EQ(found.classes[0].dense, nullptr);
     EXPECT_EQ(found.classes[0].last, 1);
+    EXPECT_GT(found.zeroed, 0) << "lists are empty at first";
+}
+
+// Places of a list follow each other in the low half of an address alone.
+TEST(TopClasses, Lists_BeginAtMultiplesOfTheirSize) {
+    constexpr std::int64_t kListBytes = 8 * top_list_keys(64);
+    for (const char* options : {"D=2048,V=151936,top_k=64", "D=256,V=20000,top_k=1"}) {
+        for (const std::int64_t num_tokens : {100, 4096}) {
+            for (const ForwardStretchSm90Params& p : found_by(options, num_tokens).forwards) {
+                EXPECT_EQ(as_address(p.top_keys) % kListBytes, 0) << options;
+            }
+        }
+    }
 }
 
 TEST(TopClasses, BatchInvariance_LeavesTheVocabularyWhole) {
     const Found found = found_by("D=2048,V=151936,top_k=64,batch_invariant", 4096);
+    EXPECT_GT(found.zeroed, 0);
     for (const ForwardStretchSm90Params& p : found.forwards) {
         EXPECT_EQ(p.columns, 151936);
         EXPECT_EQ(p.top_bounds, nullptr);

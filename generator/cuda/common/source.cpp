@@ -178,12 +178,17 @@ void KernelWriter::option_kernels() {
     if (zeroes_columns(spec_)) rows(KernelRole::zero_columns, "ZeroColumnsParams");
 }
 
-void KernelWriter::rows(KernelRole role, std::string_view params, int threads, Waits waits, std::string_view function) {
+void KernelWriter::top_classes(Waits waits) {
+    if (spec_.top_k > 0) rows(KernelRole::top_classes, "TopClassesParams", kTopThreads, waits, {}, spec_.top_k <= 64 ? 8 : 1);
+}
+
+void KernelWriter::rows(KernelRole role, std::string_view params, int threads, Waits waits, std::string_view function, int per_sm) {
     std::string begin;
     if (overlaps_ && waits != Waits::itself) begin += "flce::ptx::griddepcontrol_wait();\n    ";
     if (overlaps_ && waits == Waits::before_it_calls) begin += "flce::ptx::griddepcontrol_launch_dependents();\n    ";
     if (function.empty()) function = to_string(role);
-    add(source_.units.front(), role, params, fmt::format("{}flce::{}<{}>(p)", begin, function, problem_of_rows_), {.threads = threads});
+    add(source_.units.front(), role, params, fmt::format("{}flce::{}<{}>(p)", begin, function, problem_of_rows_),
+        {.threads = threads, .per_sm = per_sm});
     source_.units.front().kernels.back().overlaps_previous = overlaps_;
     source_.kernels.back().overlaps_previous = overlaps_;
 }

@@ -72,9 +72,12 @@ public:
     /// Who waits for the end of the launch before, where launches overlap. before_it_calls: as `before`, and then the next launch's blocks
     /// may come onto free SMs. Not of a kernel that leaves SMs free for a collective's blocks.
     enum class Waits : std::uint8_t { before, before_it_calls, itself };
-    /// A kernel over rows. `function`: the template's name, where that is not the role's.
+    /// A kernel over rows. `function`: the template's name, where that is not the role's. `per_sm`: KernelBlock's.
     void rows(KernelRole role, std::string_view params, int threads = kRowThreads, Waits waits = Waits::before,
-              std::string_view function = {});
+              std::string_view function = {}, int per_sm = 1);
+    /// The kernel that ranks classes, where the spec has a top_k. Up to 64 classes leave room for so many blocks on an SM that all of
+    /// 4096 rows are worked on at once.
+    void top_classes(Waits waits);
 
     [[nodiscard]] CudaSource finish() && { return std::move(source_); }
 

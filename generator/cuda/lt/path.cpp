@@ -81,7 +81,7 @@ CudaSource source(const Spec& spec, const Device& device, const Plan& plan) {
     } else {
         of_sums(KernelRole::forward, "LtForwardParams", "ForwardBlock", 2);
     }
-    if (spec.top_k > 0) writer.rows(KernelRole::top_classes, "TopClassesParams", kTopThreads);
+    writer.top_classes(KernelWriter::Waits::before);
     writer.row_kernels();
     if (has_teacher_head(spec)) {
         of_heads(KernelRole::dlogits, "LtDivergenceDlogitsParams", "DivergenceDlogits", "divergence_dlogits");

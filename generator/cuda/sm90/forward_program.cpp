@@ -73,6 +73,9 @@ std::int64_t column_stride(const Spec& spec) {
     return spec.layout == WeightLayout::vocab_major ? spec.hidden_size * element : element;
 }
 
+/// Lists of classes, each of which lies within a block that is aligned to its size (ptx::put_global_v2_if_above).
+Expr top_keys_at(const ForwardPassSm90& pass) { return round_up(workspace_at(pass.layout.top_keys), 8 * top_list_keys(pass.spec.top_k)); }
+
 /// Knowledge of the largest logits of columns before, or the place where all logits of a launch go.
 struct TopBefore {
     Expr bounds{0};  ///< ForwardSm90Params::top_bounds
@@ -101,7 +104,7 @@ LaunchBuilder<ForwardSm90Params> gemm_launch(const ForwardPassSm90& pass, const 
         .set_map(&Params::weight_map, operand_matrix(spec, weight, pass.columns.count), weight_box)
         .set(&Params::scalars, scalars_at())
         .set(&Params::shares, few || spec.top_k > 0 ? Expr(0) : select(prepares_forward(spec), workspace_at(layout.counters), 0))
-        .set(&Params::top_keys, spec.top_k > 0 ? workspace_at(layout.top_keys) : Expr(0))
+        .set(&Params::top_keys, spec.top_k > 0 ? top_keys_at(pass) : Expr(0))
         .set(&Params::top_states, spec.top_k > 0 ? workspace_at(layout.top_states) : Expr(0))
         .set(&Params::top_bounds, of_lists.bounds)
         .set(&Params::top_dense, of_lists.dense)
@@ -174,12 +177,12 @@ constexpr std::int64_t kBoundedTopColumns = 16512;
 /// Launches that find classes of the largest logits, but for the last top_classes, of which `last` tells what it has to know. More than a
 /// few tokens go through the vocabulary in three launches. The first one's logits are all written down, in the place of lists, and the
 /// largest of them are found: a bound that few logits of the second launch exceed. From both follows a bound for the third. So lists stay
-/// short, and hardly any has to be narrowed.
+/// short, and hardly any has to be narrowed. top_classes zeroes the states of the lists that follow.
 std::vector<Statement> top_steps(const ForwardPassSm90& pass, TopClassesAt& last) {
     const ForwardKernel& few = pass.kernels.front();
     const ForwardKernel& many = pass.kernels.back();
     const Expr columns = vocab_columns(pass.spec);
-    const Expr lists = workspace_at(pass.layout.top_keys);
+    const Expr lists = top_keys_at(pass);
     const Expr bounds = workspace_at(pass.layout.top_bounds);
     const Statement no_list{MemsetZero{workspace_at(pass.layout.top_states), pass.layout.top_state_bytes}};
     const auto gemm = [&](const ForwardKernel& kernel, const Expr& begin, const Expr& end, const TopBefore& before) {
@@ -187,10 +190,10 @@ std::vector<Statement> top_steps(const ForwardPassSm90& pass, TopClassesAt& last
         return build_forward(part, kernel, gemm_launch(part, kernel, before));
     };
     last = {.keys = lists, .states = workspace_at(pass.layout.top_states), .kept = workspace_at(pass.layout.top_kept), .bounds = bounds};
-    const Statement of_few{If{few.takes, {gemm(few, 0, columns, {})}}};
     if (pass.spec.batch_invariant) {  // segments have sums of their own, which no launch divides
-        return {no_list, of_few, {If{many.takes, {gemm(many, 0, columns, {})}}}};
+        return {no_list, {If{few.takes, {gemm(few, 0, columns, {})}}}, {If{many.takes, {gemm(many, 0, columns, {})}}}};
     }
+    const Statement of_few{If{few.takes, {no_list, gemm(few, 0, columns, {})}}};
     const std::int64_t second = multiple_above(kDenseTopColumns, pass.plan.cuda.forward.block_n);
     const std::int64_t third = multiple_above(kBoundedTopColumns, pass.plan.cuda.forward.block_n);
     const Expr has_second = less(second, columns);
@@ -207,7 +210,7 @@ std::vector<Statement> top_steps(const ForwardPassSm90& pass, TopClassesAt& last
     last.dense = select(all_dense, lists, 0);
     last.columns = columns;
     last.has_kept = many.takes && has_second;
-    return {no_list, of_few, {If{many.takes, {gemm(many, 0, min(columns, second), {.dense = lists}), then}}}};
+    return {of_few, {If{many.takes, {gemm(many, 0, min(columns, second), {.dense = lists}), then}}}};
 }
 
 }  // namespace

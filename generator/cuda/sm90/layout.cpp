@@ -6,6 +6,7 @@
 #include "generator/cuda/sm90/chunk_time.hpp"
 #include "generator/cuda/sm90/rules.hpp"
 #include "templates/common/sum_parts.cuh"
+#include "templates/common/top_search.cuh"
 #include "templates/sm90/chunk_phases.cuh"
 #include "templates/sm90/forward_share.cuh"
 #include "templates/sm90/params.cuh"
@@ -52,7 +53,7 @@ std::int64_t top_list_bytes(const Spec& spec) {
 }
 
 /// Bytes of the classes of a row that are kept between launches over parts of the vocabulary.
-std::int64_t top_kept_bytes(const Spec& spec) { return std::int64_t{8} * (spec.top_k + spec.top_k / 4); }
+std::int64_t top_kept_bytes(const Spec& spec) { return std::int64_t{8} * most_kept_classes(spec.top_k); }
 
 /// Bytes of a row's classes and sums between launches over parts of the vocabulary.
 std::int64_t top_row_bytes(const Spec& spec) {
@@ -219,7 +220,7 @@ ForwardLayoutSm90 forward_layout(const Spec& spec, const Device& device, const P
         const Expr lists = select(less(n, kFewTokens + 1), few.partials(n), many);
         f.top_state_bytes = lists * static_cast<std::int64_t>(sizeof(TopState));
         f.top_states = pieces.take(f.top_state_bytes);
-        f.top_keys = pieces.take(lists * (8 * top_list_keys(spec.top_k)));
+        f.top_keys = pieces.take((lists + 1) * (8 * top_list_keys(spec.top_k)));  // top_keys_at begins with a list
         f.top_kept = pieces.take(min(n, cut.rows) * top_kept_bytes(spec));
         f.top_bounds = pieces.take(min(n, cut.rows) * static_cast<std::int64_t>(sizeof(TopState)));
         f.sums_run = true;

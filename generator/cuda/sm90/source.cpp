@@ -47,7 +47,7 @@ CudaSource source(const Spec& spec, const Device& device, const Plan& plan) {
     const CudaPlan& tiles = plan.cuda;
     forward(KernelRole::forward, forward_shape(plan));
     forward(KernelRole::forward_few, few_tokens_shape(spec, plan));
-    if (spec.top_k > 0) writer.rows(KernelRole::top_classes, "TopClassesParams", kTopThreads);
+    writer.top_classes(KernelWriter::Waits::before_it_calls);
     if (picks_named(spec)) writer.rows(KernelRole::named_tiles, "NamedTilesParams");
     writer.row_kernels();
     gemm(KernelRole::dlogits, GemmRole::dlogits, tiles.dlogits, "Dlogits", "Dlogits", "dlogits");
