@@ -154,6 +154,7 @@ private:
     };
     /// Row by row, as the whole fp64 gradient of a large vocabulary need not fit in memory.
     void compare_grad_weight() {
+        if (is_quantized(spec_) && !spec_.bias) return;
         std::vector<RowNorms> norms(coverage_.rows.size());  // summed in order, so the error repeats bit for bit
         parallel_blocks(static_cast<std::int64_t>(norms.size()), 16, [&](std::int64_t begin, std::int64_t end) {
             if (problem_.between_blocks) problem_.between_blocks();
@@ -169,6 +170,7 @@ private:
             total.weight.add(part.weight);
             total.bias.add(part.bias);
         }
+        if (is_quantized(spec_)) return add_gradient("grad_bias", total.bias);
         if (of_exponentials_) {
             verdicts_.emplace_back("grad_weight", judge_.retained_grad_weight(total.weight, problem_.num_tokens));
         } else {
@@ -182,7 +184,7 @@ private:
         const auto stored = [&](double value) { return stored_value(static_cast<float>(value), spec_.grad_weight_dtype); };
         const double expected_bias = reference_.grad_weight_row(row, expected);
         const double other_bias = yardstick_.grad_weight_row(row, other);
-        for (std::int64_t k = 0; k < spec_.hidden_size; ++k) {
+        for (std::int64_t k = 0; k < spec_.hidden_size && !is_quantized(spec_); ++k) {
             const std::size_t at = weight_index(row, k);
             const double initial = initial_weight(at);
             const auto i = static_cast<std::size_t>(k);

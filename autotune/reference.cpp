@@ -279,6 +279,14 @@ double BasicReference<Real>::slope(std::int64_t token) const {
 template <class Real>
 void BasicReference<Real>::load_weight(Range rows, Range columns, Real* out) const {
     const Spec& spec = problem_.spec;
+    if (is_quantized(spec)) {
+        for (std::int64_t row = rows.begin; row < rows.end; ++row) {
+            for (std::int64_t column = columns.begin; column < columns.end; ++column) {
+                *out++ = Real{stored_value(problem_.dequantized(row, column), spec.dtype)};
+            }
+        }
+        return;
+    }
     const std::size_t element = element_bytes(weight_dtype(spec));
     const bool by_rows = spec.layout == WeightLayout::vocab_major;
     const std::int64_t stride = by_rows ? spec.hidden_size : spec.padded_vocab_size;

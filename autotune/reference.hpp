@@ -18,8 +18,10 @@ struct ReferenceProblem {
     Spec spec;
     std::int64_t num_tokens = 0;
     const std::byte* hidden = nullptr;  ///< [N, D], spec dtype
-    const std::byte* weight = nullptr;  ///< [P, D] or [D, P], spec dtype
-    const std::byte* bias = nullptr;    ///< [V], spec dtype
+    const std::byte* weight = nullptr;  ///< [P, D] or [D, P], spec dtype; a quantised weight's codes, with scales as a call has them
+    const std::byte* weight_scale = nullptr;
+    float weight_tensor_scale = 1;
+    const std::byte* bias = nullptr;  ///< [V], spec dtype
     std::span<const float> class_weight, class_offset;
     std::span<const std::int32_t> class_group, row_group;
     std::span<const std::int64_t> target;
@@ -39,6 +41,8 @@ struct ReferenceProblem {
         const std::int32_t group = row_group[static_cast<std::size_t>(token)];
         return group >= 0 && group == class_group[static_cast<std::size_t>(row)] && target[static_cast<std::size_t>(token)] != row;
     }
+    /// A number of a quantised weight, before it is rounded to the dtype.
+    [[nodiscard]] float dequantized(std::int64_t row, std::int64_t column) const;
     /// The share of the target in the cross entropy.
     [[nodiscard]] double hard_weight() const { return spec.teacher_top_k > 0 ? spec.hard_weight : 1.0; }
     /// Calls `visit` with every class that the token's teacher names, its place among them and its probability.

@@ -12,6 +12,8 @@ ReferenceProblem reference_problem(const Spec& spec, const RandomLayer& layer) {
             .num_tokens = layer.num_tokens,
             .hidden = layer.hidden.data(),
             .weight = layer.weight.data(),
+            .weight_scale = layer.weight_scale.data(),
+            .weight_tensor_scale = layer.weight_tensor_scale,
             .bias = layer.bias.data(),
             .class_weight = layer.class_weight,
             .class_offset = layer.class_offset,
@@ -26,6 +28,21 @@ ReferenceProblem reference_problem(const Spec& spec, const RandomLayer& layer) {
             .grad_lse = layer.grad_lse,
             .grad_logprobs = layer.grad_logprobs,
             .grad_entropy = layer.grad_entropy};
+}
+
+float ReferenceProblem::dequantized(std::int64_t row, std::int64_t column) const {
+    const auto code = [](const std::byte* codes, std::int64_t at) { return std::to_integer<std::uint8_t>(codes[at]); };
+    const std::int64_t at = row * spec.hidden_size + column;
+    if (spec.weight_format == WeightFormat::nvfp4) {
+        const auto two = static_cast<unsigned>(code(weight, at / 2));
+        const float scale = e4m3_to_float(code(weight_scale, at / kNvfp4Group)) * weight_tensor_scale;
+        return e2m1_to_float(static_cast<std::uint8_t>(column % 2 == 0 ? two & 15U : two >> 4U)) * scale;
+    }
+    const std::int64_t block = spec.weight_block;
+    const std::int64_t which = block == 0 ? row : row / block * ((spec.hidden_size + block - 1) / block) + column / block;
+    float scale = 0;
+    std::memcpy(&scale, weight_scale + which * static_cast<std::int64_t>(sizeof(float)), sizeof(float));
+    return e4m3_to_float(code(weight, at)) * scale;
 }
 
 }  // namespace flce

@@ -74,6 +74,8 @@ public:
         Spec own = spec;
         own.dtype = library_->dtype() == ScalarType::fp32 ? DType::fp32 : library_->dtype() == ScalarType::bf16 ? DType::bf16 : DType::fp16;
         own.weight_dtype.reset();
+        own.weight_format = WeightFormat::numbers;
+        own.weight_block = 0;
         own.vocab_size = vocab;
         own.padded_vocab_size = vocab;
         own.bias = own.class_weight = own.class_offset = own.class_groups = own.offset_gradient = false;

@@ -33,6 +33,8 @@ std::string safetensors_name(ScalarType type) {
         case ScalarType::int32: return "I32";
         case ScalarType::int64: return "I64";
         case ScalarType::uint64: return "U64";
+        case ScalarType::uint8: return "U8";
+        case ScalarType::e4m3: return "F8_E4M3";
     }
     return "";
 }
@@ -46,7 +48,9 @@ public:
         if (hidden_.entry->shape.size() != 2) fail("hidden", hidden_, fmt::format("must be [num_tokens, {}]", spec.hidden_size));
         const std::int64_t n = hidden_.entry->shape[0];
         check("hidden", hidden_, dtype, {n, spec.hidden_size});
-        weight_ = checked("weight", scalar_type(weight_dtype(spec)), weight_shape(spec));
+        weight_ = checked("weight", weight_type(spec), weight_shape(spec));
+        if (is_quantized(spec)) weight_scale_ = checked("weight_scale", scale_type(spec), weight_scale_shape(spec));
+        if (spec.weight_format == WeightFormat::nvfp4) weight_tensor_scale_ = checked("weight_tensor_scale", ScalarType::fp32, {});
         target_ = checked_classes("target", {n});
         if (spec.teacher_top_k > 0) {
             teacher_ids_ = checked_classes("teacher_ids", {n, spec.teacher_top_k});
@@ -78,7 +82,11 @@ public:
         LayerInputs inputs;
         inputs.num_tokens = hidden_.entry->shape[0];
         inputs.hidden = load("hidden", device, hidden_, dtype);
-        inputs.weight = load("weight", device, weight_, scalar_type(weight_dtype(spec_)));
+        inputs.weight = load("weight", device, weight_, weight_type(spec_));
+        if (weight_scale_) inputs.weight_scale = load("weight_scale", device, weight_scale_, scale_type(spec_));
+        if (weight_tensor_scale_) {
+            inputs.weight_tensor_scale = load("weight_tensor_scale", device, weight_tensor_scale_, ScalarType::fp32);
+        }
         inputs.target = load("target", device, target_, classes_dtype(target_));
         if (teacher_ids_) inputs.teacher_ids = load("teacher_ids", device, teacher_ids_, classes_dtype(teacher_ids_));
         if (teacher_probs_) inputs.teacher_probs = load("teacher_probs", device, teacher_probs_, ScalarType::fp32);
@@ -151,7 +159,10 @@ private:
         };
         const bool of_classes = spec_.teacher_top_k > 0;
         const bool of_head = has_teacher_head(spec_);
+        const bool nvfp4 = spec_.weight_format == WeightFormat::nvfp4;
         for (const Optional& each : {Optional{"bias", spec_.bias, "bias"},
+                                     {"weight_scale", is_quantized(spec_), "weight_dtype=e4m3 or nvfp4"},
+                                     {"weight_tensor_scale", nvfp4, "weight_dtype=nvfp4"},
                                      {"class_weight", spec_.class_weight, "class_weight"},
                                      {"class_offset", spec_.class_offset, "class_offset"},
                                      {"class_group", spec_.class_groups, "class_groups"},
@@ -211,8 +222,8 @@ private:
 
     SafetensorsSet files_;
     const Spec& spec_;
-    SafetensorsSet::Found hidden_, weight_, target_, bias_, class_weight_, class_offset_, class_group_, row_group_, temperature_,
-        token_weight_, teacher_ids_, teacher_probs_;
+    SafetensorsSet::Found hidden_, weight_, weight_scale_, weight_tensor_scale_, target_, bias_, class_weight_, class_offset_, class_group_,
+        row_group_, temperature_, token_weight_, teacher_ids_, teacher_probs_;
     SafetensorsSet::Found teacher_hidden_, teacher_weight_, teacher_bias_;
     SafetensorsSet::Found grad_weight_, grad_bias_;
 };

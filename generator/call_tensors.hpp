@@ -12,7 +12,8 @@ namespace flce {
 /// Element types that a tensor may have.
 enum class Elements : std::uint8_t {
     spec,         ///< Spec::dtype
-    weight,       ///< weight_dtype(spec)
+    weight,       ///< weight_dtype(spec); of a quantised weight bytes: e4m3 or uint8
+    scale,        ///< fp32; of an nvfp4 weight bytes: e4m3 or uint8
     grad_hidden,  ///< Spec::grad_hidden_dtype
     grad_weight,  ///< Spec::grad_weight_dtype
     fp32,
@@ -31,7 +32,8 @@ enum class Extent : std::uint8_t {
     loss,              ///< [N] with reduction none, a scalar otherwise
     classes,           ///< [V]
     hidden,            ///< [N, D], 16-byte aligned
-    weight,            ///< [P, D] or [D, P], as the spec's layout says, 16-byte aligned
+    weight,            ///< [P, D] or [D, P], as the spec's layout says, 16-byte aligned; [P, D / 2] of an nvfp4 weight
+    weight_scale,      ///< [P], or [ceil(P / 128), ceil(D / 128)] with a weight_block; [P, D / 16] of an nvfp4 weight
     teacher,           ///< [N, K], K the spec's teacher_top_k
     teacher_hidden,    ///< [N, D_t], D_t the spec's teacher_hidden_size, 16-byte aligned
     teacher_weight,    ///< [V, D_t] or [D_t, V], as the spec's layout says, 16-byte aligned; a shard's as many rows as weight
@@ -43,6 +45,9 @@ enum class Extent : std::uint8_t {
 /// Property that the spec, its outputs or the call must have for the tensor to be given.
 enum class Condition : std::uint8_t {
     always,
+    quantized,  ///< the weight is quantised
+    nvfp4,
+    trained,  ///< the weight is not quantised
     bias,
     class_weight,
     class_offset,
@@ -73,6 +78,8 @@ enum class Use : std::uint8_t { none, read, may_read, write, may_write };  ///< 
     /*name                 elements     extent            condition           forward    shard     merge      backward */                  \
     X(hidden,              spec,        hidden,           always,             read,      read,     none,      read)                        \
     X(weight,              weight,      weight,           always,             read,      read,     none,      read)                        \
+    X(weight_scale,        scale,       weight_scale,     quantized,          read,      read,     none,      read)                        \
+    X(weight_tensor_scale, fp32,        scalar,           nvfp4,              read,      read,     none,      read)                        \
     X(bias,                spec,        classes,          bias,               read,      read,     none,      read)                        \
     X(class_weight,        fp32,        classes,          class_weight,       read,      read,     none,      read)                        \
     X(class_offset,        fp32,        classes,          class_offset,       read,      read,     none,      read)                        \
@@ -110,7 +117,7 @@ enum class Use : std::uint8_t { none, read, may_read, write, may_write };  ///< 
     X(grad_logprobs,       fp32,        tokens,           logprobs,           none,      none,     none,      may_read)                    \
     X(grad_entropy,        fp32,        tokens,           entropy,            none,      none,     none,      may_read)                    \
     X(grad_hidden,         grad_hidden, hidden,           always,             none,      none,     none,      may_write)                   \
-    X(grad_weight,         grad_weight, weight,           always,             none,      none,     none,      may_write)                   \
+    X(grad_weight,         grad_weight, weight,           trained,            none,      none,     none,      may_write)                   \
     X(grad_bias,           grad_weight, classes,          bias,               none,      none,     none,      may_write)
 // clang-format on
 

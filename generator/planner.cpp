@@ -324,7 +324,7 @@ std::int64_t tokens_with_workspace(const Spec& spec, std::int64_t bytes) noexcep
 }
 
 bool may_lend_grad_weight(const Spec& spec) noexcept {
-    return spec.grad_weight_mode == GradMode::write && spec.layout == WeightLayout::vocab_major;
+    return spec.grad_weight_mode == GradMode::write && spec.layout == WeightLayout::vocab_major && !is_quantized(spec);
 }
 
 double lendable_part(const Spec& spec, std::int64_t num_tokens) noexcept {
@@ -464,7 +464,9 @@ std::vector<std::string> plan_reasons(const Spec& any_spec, const Device& device
             "every exponential has memory of its own beside grad_weight, whose tile need not be one with which that memory is lent");
     }
     if (rounds_weight(spec)) {
-        lines.push_back(fmt::format("the weight is fp32 and rounded to {} as it is read{}", to_string(spec.dtype),
+        const std::string_view form = is_quantized(spec) ? to_string(spec.weight_format) : to_string(weight_dtype(spec));
+        lines.push_back(fmt::format("the weight is {} and {}rounded to {} as it is read{}", form,
+                                    is_quantized(spec) ? "dequantised and " : "", to_string(spec.dtype),
                                     device.kind == DeviceKind::cuda ? ", a stretch of the vocabulary at a time, into scratch" : ""));
     }
     if (device.kind == DeviceKind::cuda && joins_chunks(spec, device, plan)) {

@@ -52,6 +52,10 @@ constexpr int kMostTeacherTopK = 1024;
 constexpr double kLeastMixture = 0x1p-10;
 /// A row's classes are ranked in shared memory.
 constexpr int kMostTopK = 256;
+constexpr int kWeightBlock = 128;
+
+/// The weight's form as texts have it.
+std::string_view weight_text(const Spec& s) { return is_quantized(s) ? to_string(s.weight_format) : to_string(weight_dtype(s)); }
 
 /// Option values reach the kernels as fp32, so they have to exist there.
 bool fits_fp32(double value) { return std::isfinite(value) && std::abs(value) <= FLT_MAX && (value == 0.0 || std::abs(value) >= FLT_MIN); }
@@ -91,7 +95,7 @@ void check_teacher_head(const Spec& s) {
     if (s.dft) refuse("dft", true, kNoTarget);
     if (s.teacher_top_k != 0) refuse("teacher_top_k", s.teacher_top_k, "0 where there is a teacher_hidden_size: one teacher a layer");
     if (s.batch_invariant) refuse("batch_invariant", true, "false where there is a teacher_hidden_size");
-    if (rounds_weight(s)) refuse("weight_dtype", to_string(weight_dtype(s)), "the dtype where there is a teacher_hidden_size");
+    if (rounds_weight(s)) refuse("weight_dtype", weight_text(s), "the dtype where there is a teacher_hidden_size");
     if (s.top_k != 0) refuse("top_k", s.top_k, "0 where there is a teacher_hidden_size: a top_k is of one head");
     if (!s.outputs.loss || s.outputs.logprobs || s.outputs.top1 || s.outputs.log_sum_sq_probs) {
         refuse("outputs", "(others)", "loss, and beside it lse and entropy, where there is a teacher_hidden_size");
@@ -141,13 +145,38 @@ void check_options(const Spec& s) {
     if (s.top_k < 0 || s.top_k > std::min<std::int64_t>(kMostTopK, whole_vocab_size(s))) {
         refuse("top_k", s.top_k, fmt::format("0 (none) to {}, and no more than the vocabulary has classes", kMostTopK));
     }
-    if (s.top_k > 0 && rounds_weight(s)) refuse("weight_dtype", to_string(weight_dtype(s)), "the dtype where there is a top_k");
+    if (s.top_k > 0 && rounds_weight(s)) refuse("weight_dtype", weight_text(s), "the dtype where there is a top_k");
     check_support(s);
     check_class_groups(s);
     if (s.offset_gradient && !(s.bias && s.class_offset)) {
         refuse("offset_gradient", true, "false where there is no class_offset, and no bias as whose gradient backward writes it");
     }
     if (s.dft && !s.outputs.logprobs) refuse("dft", true, "false where outputs has no logprobs, which backward reads for it");
+}
+
+/// A quantised weight has a gradient of neither itself nor an embedding, and rows that are read whole.
+void check_quantized(const Spec& s) {
+    if (s.weight_format > WeightFormat::nvfp4) {
+        refuse("weight_format", static_cast<int>(s.weight_format), "numbers, e4m3 or nvfp4");
+    }
+    const bool blocks = s.weight_format == WeightFormat::e4m3 && s.weight_block == kWeightBlock;
+    if (s.weight_block != 0 && !blocks) {
+        refuse("weight_block", s.weight_block, "0 (a scale a row), or with weight_dtype=e4m3 also 128 (a scale for each 128 x 128)");
+    }
+    if (!is_quantized(s)) return;
+    const std::string format = fmt::format("where weight_dtype is {}", to_string(s.weight_format));
+    if (s.weight_dtype && s.weight_dtype != DType::fp32) {
+        refuse("weight_dtype", to_string(*s.weight_dtype), "left out " + format + ", whose numbers are fp32 before they are rounded");
+    }
+    if (s.dtype == DType::fp32) refuse("dtype", to_string(s.dtype), "bf16 or fp16 " + format + "; cast hidden");
+    if (s.layout != WeightLayout::vocab_major) refuse("layout", to_string(s.layout), "vocab_major " + format);
+    if (s.hidden_size % 16 != 0) refuse("hidden_size (D)", s.hidden_size, "a multiple of 16 " + format);
+    const std::string frozen = format + ", which is frozen";
+    if (s.tied) refuse("tied", true, "false " + frozen + "; dequantise the table to train it");
+    if (s.grad_weight_mode != GradMode::write) refuse("grad_weight_mode", to_string(s.grad_weight_mode), "write " + frozen);
+    if (s.teacher_top_k > 0) {
+        refuse("teacher_top_k", s.teacher_top_k, "0 " + format + ": single rows of the weight are read; dequantise the weight");
+    }
 }
 
 void check_kinds(const Spec& s) {
@@ -160,8 +189,9 @@ void check_kinds(const Spec& s) {
             fmt::format("the dtype ({}) or fp32 (it follows dtype in a literal, not where dtype is assigned later)", to_string(s.dtype)));
     }
     if (weight_dtype(s) != s.dtype && weight_dtype(s) != DType::fp32) {
-        refuse("weight_dtype", to_string(weight_dtype(s)), fmt::format("the dtype ({}) or fp32", to_string(s.dtype)));
+        refuse("weight_dtype", to_string(weight_dtype(s)), fmt::format("the dtype ({}), fp32, e4m3 or nvfp4", to_string(s.dtype)));
     }
+    check_quantized(s);
     if (s.grad_hidden_dtype && s.grad_hidden_dtype != s.dtype && (s.grad_hidden_dtype != DType::fp32 || !is_shard(s))) {
         refuse("grad_hidden_dtype", to_string(*s.grad_hidden_dtype),
                fmt::format("the dtype ({}), or fp32 where there is a whole_vocab_size", to_string(s.dtype)));
@@ -198,7 +228,7 @@ Spec Spec::normalized() const {
     if (s.padded_vocab_size == 0) s.padded_vocab_size = s.vocab_size;
     check_sizes(s);
     check_kinds(s);
-    if (s.weight_dtype == s.dtype) s.weight_dtype.reset();
+    if (s.weight_dtype == s.dtype || is_quantized(s)) s.weight_dtype.reset();
     if (s.grad_hidden_dtype == s.dtype) s.grad_hidden_dtype.reset();
     check_options(s);
     check_teacher_head(s);
@@ -251,11 +281,22 @@ Spec teacher_head(const Spec& spec) {
 
 std::int64_t whole_vocab_size(const Spec& spec) noexcept { return is_shard(spec) ? spec.whole_vocab_size : spec.vocab_size; }
 
-DType weight_dtype(const Spec& spec) noexcept { return spec.weight_dtype.value_or(spec.dtype); }
+DType weight_dtype(const Spec& spec) noexcept { return is_quantized(spec) ? DType::fp32 : spec.weight_dtype.value_or(spec.dtype); }
 
 DType grad_hidden_dtype(const Spec& spec) noexcept { return spec.grad_hidden_dtype.value_or(spec.dtype); }
 
 bool rounds_weight(const Spec& spec) noexcept { return weight_dtype(spec) != spec.dtype; }
+
+bool is_quantized(const Spec& spec) noexcept { return spec.weight_format != WeightFormat::numbers; }
+
+std::int64_t weight_row_bytes(const Spec& spec) noexcept {
+    switch (spec.weight_format) {
+        case WeightFormat::numbers: break;
+        case WeightFormat::e4m3: return spec.hidden_size;
+        case WeightFormat::nvfp4: return spec.hidden_size / 2;
+    }
+    return spec.hidden_size * static_cast<std::int64_t>(element_bytes(weight_dtype(spec)));
+}
 
 std::size_t element_bytes(DType dtype) noexcept { return dtype == DType::fp32 ? 4 : 2; }
 
@@ -276,6 +317,15 @@ std::string_view to_string(WeightLayout layout) noexcept {
     return "?";
 }
 
+std::string_view to_string(WeightFormat format) noexcept {
+    switch (format) {
+        case WeightFormat::numbers: return "numbers";
+        case WeightFormat::e4m3: return "e4m3";
+        case WeightFormat::nvfp4: return "nvfp4";
+    }
+    return "?";
+}
+
 std::string_view to_string(GradMode mode) noexcept {
     switch (mode) {
         case GradMode::write: return "write";
@@ -287,6 +337,7 @@ std::string_view to_string(GradMode mode) noexcept {
 std::size_t SpecHash::operator()(const Spec& s) const noexcept {
     std::uint64_t bits = 0;
     for (const auto field : {static_cast<std::uint64_t>(s.dtype), static_cast<std::uint64_t>(weight_dtype(s)),
+                             static_cast<std::uint64_t>(s.weight_format), static_cast<std::uint64_t>(s.weight_block != 0),
                              static_cast<std::uint64_t>(grad_hidden_dtype(s)), static_cast<std::uint64_t>(s.layout),
                              static_cast<std::uint64_t>(s.grad_weight_dtype), static_cast<std::uint64_t>(s.grad_weight_mode)}) {
         bits = bits << 4 | field;

@@ -58,6 +58,20 @@ DType read_dtype(std::string_view key, std::string_view value) {
     bad_spec_value(key, value, "bf16 (bfloat16), fp16 (float16) or fp32 (float32)");
 }
 
+/// The weight's dtype, or the format of its codes.
+void read_weight_dtype(Spec& spec, std::string_view key, std::string_view value) {
+    const std::string_view name = value.starts_with("torch.") ? value.substr(6) : value;
+    if (name == "e4m3" || name == "float8_e4m3fn") {
+        spec.weight_format = WeightFormat::e4m3;
+    } else if (name == "nvfp4") {
+        spec.weight_format = WeightFormat::nvfp4;
+    } else if (const auto dtype = parse_dtype(value)) {
+        spec.weight_dtype = dtype;
+    } else {
+        bad_spec_value(key, value, "bf16 (bfloat16), fp16 (float16), fp32 (float32), e4m3 (float8_e4m3fn) or nvfp4");
+    }
+}
+
 struct OutputName {
     std::string_view name;
     bool Outputs::* member;
@@ -114,7 +128,8 @@ constexpr std::array kKeys = {
     SpecKey{"layout", SpecKeyKind::word,
             [](Spec& s, Text k, Text v) { s.layout = read_enum(k, v, {WeightLayout::vocab_major, WeightLayout::hidden_major}); }},
     SpecKey{"tied", SpecKeyKind::flag, [](Spec& s, Text k, Text v) { s.tied = read_flag(k, v); }},
-    SpecKey{"weight_dtype", SpecKeyKind::word, [](Spec& s, Text k, Text v) { s.weight_dtype = read_dtype(k, v); }},
+    SpecKey{"weight_dtype", SpecKeyKind::word, [](Spec& s, Text k, Text v) { read_weight_dtype(s, k, v); }},
+    SpecKey{"weight_block", SpecKeyKind::integer, [](Spec& s, Text k, Text v) { s.weight_block = read_int(k, v); }},
     SpecKey{"grad_hidden_dtype", SpecKeyKind::word, [](Spec& s, Text k, Text v) { s.grad_hidden_dtype = read_dtype(k, v); }},
     SpecKey{"grad_weight_dtype", SpecKeyKind::word, [](Spec& s, Text k, Text v) { s.grad_weight_dtype = read_dtype(k, v); }},
     SpecKey{"grad_weight_mode", SpecKeyKind::word,
@@ -164,6 +179,9 @@ const SpecKey& find_key(std::string_view name) {
     throw SpecError(fmt::format("spec: unknown key '{}'; known keys are {}", name, known));
 }
 
+/// The bias of a quantised weight may have a gradient.
+DType default_grad_weight_dtype(const Spec& spec) { return is_quantized(spec) ? spec.dtype : weight_dtype(spec); }
+
 GradMode default_grad_mode(const Spec& spec) { return spec.tied ? GradMode::accumulate : GradMode::write; }
 
 }  // namespace
@@ -191,9 +209,11 @@ std::vector<SpecEntry> spec_entries(const Spec& spec) {
     add("dtype", true, std::string(to_string(spec.dtype)));
     add("layout", spec.layout != WeightLayout::vocab_major, std::string(to_string(spec.layout)));
     add("tied", spec.tied, "true");
-    add("weight_dtype", rounds_weight(spec), std::string(to_string(weight_dtype(spec))));
+    const auto weight = is_quantized(spec) ? to_string(spec.weight_format) : to_string(weight_dtype(spec));
+    add("weight_dtype", rounds_weight(spec), std::string(weight));
+    add("weight_block", spec.weight_block != 0, std::to_string(spec.weight_block));
     add("grad_hidden_dtype", grad_hidden_dtype(spec) != spec.dtype, std::string(to_string(grad_hidden_dtype(spec))));
-    add("grad_weight_dtype", spec.grad_weight_dtype != weight_dtype(spec), std::string(to_string(spec.grad_weight_dtype)));
+    add("grad_weight_dtype", spec.grad_weight_dtype != default_grad_weight_dtype(spec), std::string(to_string(spec.grad_weight_dtype)));
     add("grad_weight_mode", spec.grad_weight_mode != default_grad_mode(spec), std::string(to_string(spec.grad_weight_mode)));
     add("bias", spec.bias, "true");
     add("class_weight", spec.class_weight, "true");
@@ -238,7 +258,7 @@ Spec SpecBuilder::finish() {
     if (given("padded_vocab_size") && spec_.padded_vocab_size <= 0) {
         bad_spec_value("padded_vocab_size", std::to_string(spec_.padded_vocab_size), "at least V");
     }
-    if (!given("grad_weight_dtype")) spec_.grad_weight_dtype = weight_dtype(spec_);
+    if (!given("grad_weight_dtype")) spec_.grad_weight_dtype = default_grad_weight_dtype(spec_);
     if (!given("grad_weight_mode")) spec_.grad_weight_mode = default_grad_mode(spec_);
     return spec_.normalized();
 }

@@ -16,8 +16,8 @@ std::string dimensions_text(int ndim, std::int64_t rows, std::int64_t columns) {
 
 std::string types_text(TypeSet types) {
     std::string text;
-    for (const ScalarType type :
-         {ScalarType::bf16, ScalarType::fp16, ScalarType::fp32, ScalarType::int32, ScalarType::int64, ScalarType::uint64}) {
+    for (const ScalarType type : {ScalarType::bf16, ScalarType::fp16, ScalarType::fp32, ScalarType::int32, ScalarType::int64,
+                                  ScalarType::uint64, ScalarType::e4m3, ScalarType::uint8}) {
         if (!types.contains(type)) continue;
         if (!text.empty()) text += " or ";
         text += to_string(type);
@@ -55,6 +55,8 @@ const char* to_string(ScalarType type) noexcept {
         case ScalarType::int32: return "int32";
         case ScalarType::int64: return "int64";
         case ScalarType::uint64: return "uint64";
+        case ScalarType::uint8: return "uint8";
+        case ScalarType::e4m3: return "e4m3";
     }
     return "unknown dtype";
 }

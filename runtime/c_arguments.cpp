@@ -56,10 +56,12 @@ ScalarType scalar_type_of(std::int32_t dtype, const char* name) {
         case FLCE_INT32: return ScalarType::int32;
         case FLCE_INT64: return ScalarType::int64;
         case FLCE_UINT64: return ScalarType::uint64;
+        case FLCE_UINT8: return ScalarType::uint8;
+        case FLCE_E4M3: return ScalarType::e4m3;
         default:
             throw ArgumentError(
                 fmt::format("{}.dtype is {:#x} (DLPack code {}, {} bits); allowed are FLCE_BF16, FLCE_FP16, FLCE_FP32, "
-                            "FLCE_INT32, FLCE_INT64, FLCE_UINT64",
+                            "FLCE_INT32, FLCE_INT64, FLCE_UINT64, FLCE_UINT8, FLCE_E4M3",
                             name, dtype, dtype >> 8, dtype & 0xFF));
     }
 }
@@ -184,6 +186,7 @@ const char* name_of(Elements elements) {
     switch (elements) {
         case Elements::spec: return "spec";
         case Elements::weight: return "weight";
+        case Elements::scale: return "scale";
         case Elements::grad_hidden: return "grad_hidden";
         case Elements::grad_weight: return "grad_weight";
         case Elements::fp32: return "fp32";
@@ -204,6 +207,7 @@ const char* name_of(Extent extent) {
         case Extent::classes: return "classes";
         case Extent::hidden: return "hidden";
         case Extent::weight: return "weight";
+        case Extent::weight_scale: return "weight_scale";
         case Extent::teacher: return "teacher";
         case Extent::teacher_hidden: return "teacher_hidden";
         case Extent::teacher_weight: return "teacher_weight";

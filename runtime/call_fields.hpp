@@ -55,7 +55,13 @@ static_assert(sizeof(BackwardArgs) == field_count(kBackwardFields) * sizeof(Tens
 [[nodiscard]] inline TypeSet types_of(Elements elements, const Spec& spec) {
     switch (elements) {
         case Elements::spec: return TypeSet(scalar_type_of(spec.dtype));
-        case Elements::weight: return TypeSet(scalar_type_of(weight_dtype(spec)));
+        case Elements::weight:
+            if (spec.weight_format == WeightFormat::e4m3) return TypeSet(ScalarType::e4m3, ScalarType::uint8);
+            if (spec.weight_format == WeightFormat::nvfp4) return TypeSet(ScalarType::uint8);
+            return TypeSet(scalar_type_of(weight_dtype(spec)));
+        case Elements::scale:
+            if (spec.weight_format == WeightFormat::nvfp4) return TypeSet(ScalarType::e4m3, ScalarType::uint8);
+            return TypeSet(ScalarType::fp32);
         case Elements::grad_hidden: return TypeSet(scalar_type_of(grad_hidden_dtype(spec)));
         case Elements::grad_weight: return TypeSet(scalar_type_of(spec.grad_weight_dtype));
         case Elements::fp32: return TypeSet(ScalarType::fp32);
@@ -84,8 +90,22 @@ struct CallSizes {
 
 [[nodiscard]] inline ExpectedShape weight_shape(const Spec& spec, const CallSizes& sizes) {
     const char* const rows = is_shard(spec) ? "[rows of the weight, hidden_size]" : "[padded_vocab_size, hidden_size]";
+    if (spec.weight_format == WeightFormat::nvfp4) {
+        return {2, sizes.weight_rows, spec.hidden_size / 2,
+                is_shard(spec) ? "[rows of the weight, hidden_size / 2]" : "[padded_vocab_size, hidden_size / 2]"};
+    }
     if (spec.layout == WeightLayout::vocab_major) return {2, sizes.weight_rows, spec.hidden_size, rows};
     return {2, spec.hidden_size, spec.padded_vocab_size, "[hidden_size, padded_vocab_size]"};
+}
+
+[[nodiscard]] inline ExpectedShape weight_scale_shape(const Spec& spec, const CallSizes& sizes) {
+    if (spec.weight_format == WeightFormat::nvfp4) {
+        return {2, sizes.weight_rows, spec.hidden_size / kNvfp4Group, "[rows of the weight, hidden_size / 16]"};
+    }
+    const std::int64_t block = spec.weight_block;
+    if (block == 0) return {1, sizes.weight_rows, 0, "[rows of the weight]"};
+    return {2, (sizes.weight_rows + block - 1) / block, (spec.hidden_size + block - 1) / block,
+            "[ceil(rows of the weight / 128), ceil(hidden_size / 128)]"};
 }
 
 [[nodiscard]] inline ExpectedShape shape_of(Extent extent, const Spec& spec, const CallSizes& sizes) {
@@ -100,6 +120,7 @@ struct CallSizes {
             return {1, spec.vocab_size, 0, "[vocab_size]"};
         case Extent::hidden: return {2, sizes.num_tokens, spec.hidden_size, "[num_tokens, hidden_size]"};
         case Extent::weight: return weight_shape(spec, sizes);
+        case Extent::weight_scale: return weight_scale_shape(spec, sizes);
         case Extent::teacher: return {2, sizes.num_tokens, spec.teacher_top_k, "[num_tokens, teacher_top_k]"};
         case Extent::teacher_hidden: return {2, sizes.num_tokens, spec.teacher_hidden_size, "[num_tokens, teacher_hidden_size]"};
         case Extent::top: return {2, sizes.num_tokens, spec.top_k, "[num_tokens, top_k]"};
@@ -126,6 +147,9 @@ struct CallSizes {
 [[nodiscard]] inline bool holds(Condition condition, const Spec& spec, Reduction reduction) {
     switch (condition) {
         case Condition::always: return true;
+        case Condition::quantized: return is_quantized(spec);
+        case Condition::nvfp4: return spec.weight_format == WeightFormat::nvfp4;
+        case Condition::trained: return !is_quantized(spec);
         case Condition::bias: return spec.bias;
         case Condition::class_weight: return spec.class_weight;
         case Condition::class_offset: return spec.class_offset;
@@ -154,6 +178,9 @@ struct CallSizes {
 [[nodiscard]] constexpr const char* why_not(Condition condition) {
     switch (condition) {
         case Condition::always: break;
+        case Condition::quantized: return "the spec's weight_dtype is neither e4m3 nor nvfp4";
+        case Condition::nvfp4: return "the spec's weight_dtype is not nvfp4";
+        case Condition::trained: return "the weight is quantised, and frozen";
         case Condition::bias: return "the spec has no bias";
         case Condition::class_weight: return "the spec has no class_weight";
         case Condition::class_offset: return "the spec has no class_offset";

@@ -11,7 +11,7 @@ Spec structure_of(const Spec& spec) {
     structure.hidden_size = 8;
     structure.vocab_size = structure.padded_vocab_size = 2;
     structure.dtype = spec.dtype;
-    structure.weight_dtype = spec.weight_dtype;
+    if (rounds_weight(spec)) structure.weight_dtype = weight_dtype(spec);  // a quantised one reaches the code as fp32
     structure.layout = spec.layout;
     structure.grad_weight_dtype = spec.grad_weight_dtype;
     structure.grad_weight_mode = spec.grad_weight_mode;

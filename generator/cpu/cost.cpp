@@ -45,15 +45,15 @@ Cost cpu_forward_cost(const Spec& spec, const Device& device, const Plan& plan, 
     const double v = static_cast<double>(spec.support ? spec.teacher_top_k : spec.vocab_size);
     const double element = static_cast<double>(element_bytes(spec.dtype));
     const double weight_passes = spec.support ? n : up_div(n, plan.cpu.block_m);  // each tile of rows packs the weight for itself
-    const double weight_element = static_cast<double>(element_bytes(weight_dtype(spec)));
-    Cost cost{.flops = 2.0 * n * v * d, .bytes = n * d * element + weight_passes * v * d * weight_element + 4.0 * retained * n * v};
+    const double weight_row = static_cast<double>(weight_row_bytes(spec));
+    Cost cost{.flops = 2.0 * n * v * d, .bytes = n * d * element + weight_passes * v * weight_row + 4.0 * retained * n * v};
     cost.seconds = cpu_seconds(spec, device, plan, cost);
     return cost;
 }
 
 Cost cpu_backward_cost(const Spec& spec, const Device& device, const Plan& plan, double num_tokens, double retained) {
     Cost cost = cpu_forward_cost(spec, device, plan, num_tokens, 0);
-    cost.flops *= 3.0 - retained;
+    cost.flops *= (is_quantized(spec) ? 2.0 : 3.0) - retained;
     if (spec.support) {
         cost.seconds = cpu_seconds(spec, device, plan, cost);
         return cost;

@@ -67,6 +67,7 @@ SlotLayout slot_layout(const Spec& spec, const CpuPlan& plan) {
         slot.teacher_tile = arena.take(std::int64_t{4} * round_up(plan.block_m, row_step(plan)) * plan.block_n);
         slot.teacher_bias = arena.take(std::int64_t{4} * plan.block_n);
     }
+    if (is_quantized(spec)) slot.dequantized = arena.take(4 * plan.micro_n * std::max<std::int64_t>(plan.block_k, kDepthsAtATime));
     slot.bytes = round_up(arena.bytes(), 4096);
     return slot;
 }

@@ -36,8 +36,12 @@ struct SlotLayout {
     std::int64_t sums = 0;          ///< RowSums [block_m]
     std::int64_t teacher_tile = 0;  ///< where the spec has a teacher's head: fp32 [block_m, block_n]
     std::int64_t teacher_bias = 0;  ///< and fp32 [block_n]
+    std::int64_t dequantized = 0;   ///< where the weight is quantised: fp32 [micro_n, the deeper of block_k and kDepthsAtATime]
     std::int64_t bytes = 0;
 };
+
+/// Depths that are packed together where B's lines are contiguous, so that their pages stay at hand while the panels pass.
+inline constexpr std::int64_t kDepthsAtATime = 32;
 
 struct CpuForwardLayout {
     Blocks row_blocks;    ///< tokens whose packed hidden states exist at once

@@ -163,7 +163,7 @@ private:
         } else {
             TileRange strip = range;
             strip.column = 0;
-            multiply_tile(code_, plan_, hidden_panels(), weight_for_logits(context_, call_, s.vocab + range.column), strip,
+            multiply_tile(code_, plan_, hidden_panels(), weight_for_logits(context_, call_, slot, s.vocab + range.column), strip,
                           spec_.hidden_size, slot.b_block, slot.tile);
         }
         if (divergence_) {
@@ -232,11 +232,17 @@ private:
     void multiply_hidden(const WorkerSlot& slot, const Step& s, const TileRange& range) const {
         const bool vocab_major = spec_.layout == WeightLayout::vocab_major;
         const auto weight_element = static_cast<std::int64_t>(element_bytes(weight_dtype(spec_)));
-        const UnpackedB weight{.data = call_.pointer(Slot::weight) + s.vocab * weight_element * (vocab_major ? spec_.hidden_size : 1),
-                               .ld = vocab_major ? spec_.hidden_size : spec_.padded_vocab_size,
-                               .element_bytes = weight_element,
-                               .depth_contiguous = !vocab_major,
-                               .pack = code_.pack_weight_grad};
+        UnpackedB weight{.data = call_.pointer(Slot::weight) + s.vocab * weight_element * (vocab_major ? spec_.hidden_size : 1),
+                         .ld = vocab_major ? spec_.hidden_size : spec_.padded_vocab_size,
+                         .element_bytes = weight_element,
+                         .depth_contiguous = !vocab_major,
+                         .pack = code_.pack_weight_grad};
+        if (is_quantized(spec_)) {
+            weight = {.pack = code_.pack_weight_grad,
+                      .quantized = QuantizedWeight(call_),
+                      .first_class = s.vocab,
+                      .dequantized = slot.dequantized};
+        }
         const std::int64_t d = spec_.hidden_size;
         const std::int64_t offset = (s.token + range.row) * d + range.column;
         const bool in_place = sums_in_place();

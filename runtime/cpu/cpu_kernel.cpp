@@ -108,7 +108,7 @@ private:
         if (place == RetainedPlace::own) return num_tokens * vocab_columns * retained_logit_bytes(spec(), plan());
         if (has_teacher_head(spec())) return 0;
         // Vocabulary by vocabulary: a strip's logits must lie where only later strips' gradients do.
-        if (num_tokens == 0 || spec().grad_weight_mode == GradMode::accumulate || spec().layout != WeightLayout::vocab_major) return 0;
+        if (num_tokens == 0 || !may_lend_grad_weight(spec())) return 0;
         return vocab_columns * spec().hidden_size * static_cast<std::int64_t>(element_bytes(spec().grad_weight_dtype));
     }
 

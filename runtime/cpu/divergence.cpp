@@ -252,8 +252,8 @@ private:
 
     void multiply(const WorkerSlot& slot, std::int64_t vocab, const TileRange& range) const {
         slot.load_strip(context_, call_, vocab, range.columns);
-        multiply_tile(context_.code, plan_, student_, weight_for_logits(context_, call_, vocab), range, spec_.hidden_size, slot.b_block,
-                      slot.tile);
+        multiply_tile(context_.code, plan_, student_, weight_for_logits(context_, call_, slot, vocab), range, spec_.hidden_size,
+                      slot.b_block, slot.tile);
         multiply_tile(context_.code, plan_, teacher_, teacher_weight_for_logits(context_, call_, vocab), range, spec_.teacher_hidden_size,
                       slot.b_block, slot.teacher_tile);
     }

@@ -66,7 +66,7 @@ private:
             const std::int64_t vocab = layout_.strips.begin(strip);
             range.columns = layout_.strips.length(strip);
             slot.load_strip(context_, call_, vocab, range.columns);
-            multiply_tile(context_.code, plan_, hidden, weight_for_logits(context_, call_, vocab), range, call_.spec().hidden_size,
+            multiply_tile(context_.code, plan_, hidden, weight_for_logits(context_, call_, slot, vocab), range, call_.spec().hidden_size,
                           slot.b_block, slot.tile);
             if (retained_.holds(vocab)) retain(slot.tile, vocab, first_token + range.row, range);
             RowSums* strip_sums = strip == first ? sums : slot.sums;

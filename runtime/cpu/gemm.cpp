@@ -41,16 +41,29 @@ void zero_depth(const CpuPlan& plan, std::byte* panel, std::int64_t depth, std::
     for (std::int64_t n = 0; n < width; ++n) std::memset(unit + 4 * n, 0, 2);
 }
 
-/// Packs columns `range` of B over depth [k, k + depth). Where lines are contiguous a few depths at a time, so that their pages stay at
-/// hand while the panels pass.
+/// Packs `lines` columns of a quantised B over `depth` units of depth from (line, from) on.
+void pack_quantized(const UnpackedB& b, std::int64_t line, std::int64_t lines, std::int64_t from, std::int64_t depth, std::byte* panel) {
+    const std::int64_t ld = b.depth_contiguous ? depth : lines;
+    const std::int64_t rows = b.depth_contiguous ? lines : depth;
+    const std::int64_t first = b.first_class + (b.depth_contiguous ? line : from);
+    for (std::int64_t i = 0; i < rows; ++i) b.quantized->load(first + i, b.depth_contiguous ? from : line, ld, b.dequantized + i * ld);
+    b.pack(b.dequantized, ld, panel, lines, depth);
+}
+
+/// Packs columns `range` of B over depth [k, k + depth), where lines are contiguous a few depths at a time.
 void pack_block(const CpuPlan& plan, const UnpackedB& b, const TileRange& range, std::int64_t k, std::int64_t depth, std::byte* b_block) {
-    constexpr std::int64_t kDepthsAtATime = 32;
     const std::int64_t units = depth_units(plan, depth);
     const std::int64_t slab = b.depth_contiguous ? depth : kDepthsAtATime;
     for (std::int64_t from = 0; from < depth; from += slab) {
         for (std::int64_t n = 0; n < range.columns; n += plan.micro_n) {
-            b.pack(b.at(range.column + n, k + from), b.ld, b_block + 4 * (n * units + depth_units(plan, from) * plan.micro_n),
-                   std::min<std::int64_t>(plan.micro_n, range.columns - n), std::min(slab, depth - from));
+            std::byte* const panel = b_block + 4 * (n * units + depth_units(plan, from) * plan.micro_n);
+            const std::int64_t lines = std::min<std::int64_t>(plan.micro_n, range.columns - n);
+            const std::int64_t deep = std::min(slab, depth - from);
+            if (b.quantized) {
+                pack_quantized(b, range.column + n, lines, k + from, deep, panel);
+            } else {
+                b.pack(b.at(range.column + n, k + from), b.ld, panel, lines, deep);
+            }
         }
         if (b.call == nullptr) continue;
         for (std::int64_t at = from; at < std::min(from + slab, depth); ++at) {

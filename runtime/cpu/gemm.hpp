@@ -4,10 +4,12 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 
 #include "generator/cpu/code.hpp"
 #include "generator/cpu/layout.hpp"
 #include "runtime/cpu/cpu_call.hpp"
+#include "runtime/cpu/quantized_weight.hpp"
 #include "runtime/host/host_code.hpp"
 
 namespace flce {
@@ -52,6 +54,9 @@ struct UnpackedB {
     PackPanel pack = nullptr;
     const CpuCall* call = nullptr;  ///< call whose tokens depth counts, from first_token on: ignored ones are packed as 0
     std::int64_t first_token = 0;
+    std::optional<QuantizedWeight> quantized{};  ///< B's numbers, in place of data: depth or lines are classes from first_class on
+    std::int64_t first_class = 0;
+    float* dequantized = nullptr;  ///< room for a panel's numbers
 
     [[nodiscard]] const std::byte* at(std::int64_t line, std::int64_t depth) const {
         return data + element_bytes * (depth_contiguous ? line * ld + depth : depth * ld + line);

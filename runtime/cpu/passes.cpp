@@ -32,8 +32,15 @@ void WorkerSlot::load_strip(const CpuContext& context, const CpuCall& call, std:
     }
 }
 
-UnpackedB weight_for_logits(const CpuContext& context, const CpuCall& call, std::int64_t begin) {
+UnpackedB weight_for_logits(const CpuContext& context, const CpuCall& call, const WorkerSlot& slot, std::int64_t begin) {
     const Spec& spec = call.spec();
+    if (is_quantized(spec)) {
+        return {.depth_contiguous = true,
+                .pack = context.code.pack_weight_logits,
+                .quantized = QuantizedWeight(call),
+                .first_class = begin,
+                .dequantized = slot.dequantized};
+    }
     const auto bytes = static_cast<std::int64_t>(element_bytes(weight_dtype(spec)));
     const bool vocab_major = spec.layout == WeightLayout::vocab_major;
     return {.data = call.pointer(Slot::weight) + begin * bytes * (vocab_major ? spec.hidden_size : 1),

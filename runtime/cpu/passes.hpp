@@ -35,7 +35,8 @@ struct WorkerSlot {
           group_rows(reinterpret_cast<GroupRow*>(start + layout.group_rows)),
           sums(reinterpret_cast<RowSums*>(start + layout.sums)),
           teacher_tile(reinterpret_cast<float*>(start + layout.teacher_tile)),
-          teacher_bias(reinterpret_cast<float*>(start + layout.teacher_bias)) {}
+          teacher_bias(reinterpret_cast<float*>(start + layout.teacher_bias)),
+          dequantized(reinterpret_cast<float*>(start + layout.dequantized)) {}
 
     /// Bias, class weights and offsets of vocabulary [begin, begin + columns) as fp32, 0 up to block_n, and groups.
     void load_strip(const CpuContext& context, const CpuCall& call, std::int64_t begin, std::int64_t columns) const;
@@ -50,10 +51,11 @@ struct WorkerSlot {
     RowSums* sums;
     float* teacher_tile;
     float* teacher_bias;
+    float* dequantized;
 };
 
 /// B of the logits: the weight from vocabulary row `begin` on.
-[[nodiscard]] UnpackedB weight_for_logits(const CpuContext& context, const CpuCall& call, std::int64_t begin);
+[[nodiscard]] UnpackedB weight_for_logits(const CpuContext& context, const CpuCall& call, const WorkerSlot& slot, std::int64_t begin);
 /// B of the logits of the teacher's head.
 [[nodiscard]] UnpackedB teacher_weight_for_logits(const CpuContext& context, const CpuCall& call, std::int64_t begin);
 /// Packs hidden rows [begin, begin + rows) as A of the logits. `hidden`: the tensor, of the student's or the teacher's depth.

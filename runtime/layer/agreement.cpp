@@ -158,9 +158,10 @@ void add_differences(const Spec& spec, const LayerOutputs& found, const LayerOut
 
 /// The weight lies on the host twice for a while, its gradient once: a host that has not twice as much left may end the process.
 void check_host_memory(const Spec& spec) {
-    const double elements = static_cast<double>(spec.padded_vocab_size) * static_cast<double>(spec.hidden_size);
-    const auto bytes = [&](DType dtype) { return elements * static_cast<double>(element_bytes(dtype)); };
-    const double needed = 2 * (bytes(weight_dtype(spec)) + bytes(spec.grad_weight_dtype));
+    const auto rows = static_cast<double>(spec.padded_vocab_size);
+    const double elements = is_quantized(spec) ? 0 : rows * static_cast<double>(spec.hidden_size);
+    const double gradient = elements * static_cast<double>(element_bytes(spec.grad_weight_dtype));
+    const double needed = 2 * (rows * static_cast<double>(weight_row_bytes(spec)) + gradient);
     if (needed > static_cast<double>(available_memory_bytes())) throw OutOfMemory("weight", needed, {});
 }
 

@@ -63,6 +63,23 @@ std::vector<std::byte> random_elements(std::string_view name, const std::vector<
     return bytes;
 }
 
+/// Calls `write` with the first of some near-normal numbers, their number and the numbers; from many threads.
+template <class Write>
+void draw_numbers(std::size_t count, double deviation, std::uint64_t seed, const Write& write) {
+    constexpr std::int64_t kBlock = 1 << 14;
+    const std::uint64_t stream = hash(seed);
+    parallel_blocks(static_cast<std::int64_t>(count), kBlock, [&](std::int64_t begin, std::int64_t end) {
+        float values[256];
+        for (std::int64_t i = begin; i < end; i += 256) {
+            const auto n = static_cast<std::size_t>(std::min<std::int64_t>(256, end - i));
+            for (std::size_t k = 0; k < n; ++k) {
+                values[k] = near_normal(hash(stream ^ hash(static_cast<std::uint64_t>(i) + k))) * static_cast<float>(deviation);
+            }
+            write(static_cast<std::size_t>(i), n, values);
+        }
+    });
+}
+
 std::vector<float> random_floats(std::string_view name, std::int64_t count, double deviation, std::uint64_t seed) {
     auto values = host_memory<float>(name, {count});
     fill_random(reinterpret_cast<std::byte*>(values.data()), DType::fp32, values.size(), deviation, seed);
@@ -103,6 +120,36 @@ void add_random_teacher(const Spec& spec, RandomLayer& layer, std::uint64_t seed
 std::vector<std::byte> random_weight(std::string_view name, const Spec& head, double deviation, std::uint64_t seed) {
     const double scale = std::abs(head.logit_scale) * std::sqrt(static_cast<double>(head.hidden_size));
     return random_elements(name, weight_shape(head), weight_dtype(head), deviation / scale, seed);
+}
+
+/// Codes that use most of their format's range, and scales about one from which logits have that deviation.
+void add_quantized_weight(const Spec& spec, double deviation, std::uint64_t seed, RandomLayer& layer) {
+    const double needed = deviation / (std::abs(spec.logit_scale) * std::sqrt(static_cast<double>(spec.hidden_size)));
+    const auto numbers = static_cast<std::size_t>(spec.padded_vocab_size * spec.hidden_size);
+    layer.weight = host_memory<std::byte>("weight", weight_shape(spec), 1);
+    const auto near_one = [&](std::size_t i) { return 0.75F + 0x1p-25F * static_cast<float>(hash(hash(seed + 1) + i) >> 40); };
+    const std::vector<std::int64_t> shape = weight_scale_shape(spec);
+    if (spec.weight_format == WeightFormat::nvfp4) {
+        constexpr double kDeviation = 2;  // standard deviation of e2m1 codes, which end at 6
+        draw_numbers(numbers, kDeviation, seed, [&](std::size_t first, std::size_t n, const float* values) {
+            for (std::size_t i = 0; i + 1 < n; i += 2) {
+                layer.weight[(first + i) / 2] = std::byte(float_to_e2m1(values[i]) | float_to_e2m1(values[i + 1]) << 4);
+            }
+        });
+        layer.weight_scale = host_memory<std::byte>("weight_scale", shape, 1);
+        for (std::size_t i = 0; i < layer.weight_scale.size(); ++i) layer.weight_scale[i] = std::byte(float_to_e4m3(near_one(i)));
+        layer.weight_tensor_scale = static_cast<float>(needed / kDeviation);
+        return;
+    }
+    constexpr double kDeviation = 64;  // standard deviation of e4m3 codes, which end at 448
+    draw_numbers(numbers, kDeviation, seed, [&](std::size_t first, std::size_t n, const float* values) {
+        for (std::size_t i = 0; i < n; ++i) layer.weight[first + i] = std::byte(float_to_e4m3(values[i]));
+    });
+    layer.weight_scale = host_memory<std::byte>("weight_scale", shape, sizeof(float));
+    for (std::size_t i = 0; i < layer.weight_scale.size() / sizeof(float); ++i) {
+        const float scale = near_one(i) * static_cast<float>(needed / kDeviation);
+        std::memcpy(&layer.weight_scale[i * sizeof(float)], &scale, sizeof(float));
+    }
 }
 
 std::vector<std::byte> random_bias(std::string_view name, const Spec& head, std::uint64_t seed) {
@@ -209,7 +256,24 @@ Tensor make_tensor(const std::string& name, DeviceRef device, ScalarType dtype, 
     return tensor;
 }
 
+ScalarType weight_type(const Spec& spec) {
+    switch (spec.weight_format) {
+        case WeightFormat::numbers: break;
+        case WeightFormat::e4m3: return ScalarType::e4m3;
+        case WeightFormat::nvfp4: return ScalarType::uint8;
+    }
+    return scalar_type(weight_dtype(spec));
+}
+
+ScalarType scale_type(const Spec& spec) { return spec.weight_format == WeightFormat::nvfp4 ? ScalarType::e4m3 : ScalarType::fp32; }
+
+std::vector<std::int64_t> weight_scale_shape(const Spec& spec) {
+    const ExpectedShape shape = shape_of(Extent::weight_scale, spec, sizes_of(spec, 0, Reduction::mean));
+    return shape.ndim == 1 ? std::vector{shape.rows} : std::vector{shape.rows, shape.columns};
+}
+
 std::vector<std::int64_t> weight_shape(const Spec& spec) {
+    if (spec.weight_format == WeightFormat::nvfp4) return {spec.padded_vocab_size, spec.hidden_size / 2};
     if (spec.layout == WeightLayout::vocab_major) return {spec.padded_vocab_size, spec.hidden_size};
     return {spec.hidden_size, spec.padded_vocab_size};
 }
@@ -239,7 +303,9 @@ LayerOutputs make_outputs(const Spec& spec, DeviceRef device, std::int64_t num_t
         outputs.top_ids = make_tensor("top_ids", device, ScalarType::int64, {num_tokens, spec.top_k});
     }
     outputs.grad_hidden = make_tensor("grad_hidden", device, scalar_type(grad_hidden_dtype(spec)), {num_tokens, spec.hidden_size});
-    outputs.grad_weight = make_tensor("grad_weight", device, scalar_type(spec.grad_weight_dtype), weight_shape(spec));
+    if (!is_quantized(spec)) {
+        outputs.grad_weight = make_tensor("grad_weight", device, scalar_type(spec.grad_weight_dtype), weight_shape(spec));
+    }
     if (spec.bias) outputs.grad_bias = make_tensor("grad_bias", device, scalar_type(spec.grad_weight_dtype), {spec.vocab_size});
     if (is_shard(spec)) add_shard_outputs(spec, device, num_tokens, outputs);
     if (spec.grad_weight_mode == GradMode::accumulate) {
@@ -298,18 +364,8 @@ Retained automatic_retained(const Kernel& kernel, std::int64_t num_tokens, std::
 }
 
 void fill_random(std::byte* to, DType dtype, std::size_t count, double deviation, std::uint64_t seed) {
-    constexpr std::int64_t kBlock = 1 << 14;
-    const std::uint64_t stream = hash(seed);
-    const std::size_t element = element_bytes(dtype);
-    parallel_blocks(static_cast<std::int64_t>(count), kBlock, [&](std::int64_t begin, std::int64_t end) {
-        float values[256];
-        for (std::int64_t i = begin; i < end; i += 256) {
-            const auto n = static_cast<std::size_t>(std::min<std::int64_t>(256, end - i));
-            for (std::size_t k = 0; k < n; ++k) {
-                values[k] = near_normal(hash(stream ^ hash(static_cast<std::uint64_t>(i) + k))) * static_cast<float>(deviation);
-            }
-            from_float(values, dtype, to + static_cast<std::size_t>(i) * element, n);
-        }
+    draw_numbers(count, deviation, seed, [&](std::size_t first, std::size_t n, const float* values) {
+        from_float(values, dtype, to + first * element_bytes(dtype), n);
     });
 }
 
@@ -318,7 +374,11 @@ RandomLayer make_random_layer(const Spec& spec, std::int64_t num_tokens, const R
     layer.num_tokens = num_tokens;
     const std::uint64_t seed = hash(options.seed) << 4;
     layer.hidden = random_elements("hidden", {num_tokens, spec.hidden_size}, spec.dtype, 1.0, seed + 1);
-    layer.weight = random_weight("weight", spec, options.deviation, seed + 2);
+    if (is_quantized(spec)) {
+        add_quantized_weight(spec, options.deviation, seed + 2, layer);
+    } else {
+        layer.weight = random_weight("weight", spec, options.deviation, seed + 2);
+    }
     if (spec.bias) layer.bias = random_bias("bias", spec, seed + 3);
     if (has_teacher_head(spec)) {
         const Spec teacher = teacher_head(spec);
@@ -371,7 +431,13 @@ LayerInputs upload(const Spec& spec, const RandomLayer& layer, DeviceRef device)
     const ScalarType dtype = scalar_type(spec.dtype);
     inputs.num_tokens = n;
     inputs.hidden = make_tensor("hidden", device, dtype, {n, spec.hidden_size}, layer.hidden.data());
-    inputs.weight = make_tensor("weight", device, scalar_type(weight_dtype(spec)), weight_shape(spec), layer.weight.data());
+    inputs.weight = make_tensor("weight", device, weight_type(spec), weight_shape(spec), layer.weight.data());
+    if (is_quantized(spec)) {
+        inputs.weight_scale = make_tensor("weight_scale", device, scale_type(spec), weight_scale_shape(spec), layer.weight_scale.data());
+    }
+    if (spec.weight_format == WeightFormat::nvfp4) {
+        inputs.weight_tensor_scale = make_tensor("weight_tensor_scale", device, ScalarType::fp32, {}, &layer.weight_tensor_scale);
+    }
     if (spec.bias) inputs.bias = make_tensor("bias", device, dtype, {spec.vocab_size}, layer.bias.data());
     if (spec.class_weight)
         inputs.class_weight = make_tensor("class_weight", device, ScalarType::fp32, {spec.vocab_size}, layer.class_weight.data());

@@ -37,12 +37,18 @@ struct Tensor {
 [[nodiscard]] Tensor make_tensor(const std::string& name, DeviceRef device, ScalarType dtype, const std::vector<std::int64_t>& shape,
                                  const void* host);
 
+/// Element types of the weight and of a quantised one's scales in memory, and the scales' shape.
+[[nodiscard]] ScalarType weight_type(const Spec& spec);
+[[nodiscard]] ScalarType scale_type(const Spec& spec);
+[[nodiscard]] std::vector<std::int64_t> weight_scale_shape(const Spec& spec);
+
 /// Shape of the weight and of its gradient in memory. Of a teacher's head: weight_shape(teacher_head(spec)).
 [[nodiscard]] std::vector<std::int64_t> weight_shape(const Spec& spec);
 
 struct LayerInputs {
     std::int64_t num_tokens = 0;
-    Tensor hidden, weight, bias, class_weight, class_offset, class_group, row_group, target, temperature, token_weight;
+    Tensor hidden, weight, weight_scale, weight_tensor_scale, bias, class_weight, class_offset, class_group, row_group, target, temperature,
+        token_weight;
     Tensor teacher_ids, teacher_probs;
     Tensor teacher_hidden, teacher_weight, teacher_bias;
     Tensor grad_loss, grad_lse, grad_logprobs, grad_entropy;  ///< absent: 1 for the loss if the spec has it, 0 for the rest
@@ -58,7 +64,8 @@ struct LayerOutputs {
     Tensor partial_sums, all_partial_sums, target_class_weight, class_weight_total;
 };
 
-/// Everything that `spec` computes; gradients that are accumulated into start at 0. Throws SpecError for a shard with padding.
+/// Everything that `spec` computes, no grad_weight of a quantised weight; gradients that are accumulated into start at 0. Throws SpecError
+/// for a shard with padding.
 [[nodiscard]] LayerOutputs make_outputs(const Spec& spec, DeviceRef device, std::int64_t num_tokens, Reduction reduction);
 
 struct CallOptions {
@@ -95,7 +102,9 @@ inline constexpr double kRandomLogitDeviation = 2.0;
 /// Random tensors on the host: logits of that deviation, some rows ignored where that is asked for.
 struct RandomLayer {
     std::int64_t num_tokens = 0;
-    std::vector<std::byte> hidden, weight, bias;                          ///< spec dtype
+    std::vector<std::byte> hidden, weight, bias;  ///< spec dtype
+    std::vector<std::byte> weight_scale;          ///< and weight_tensor_scale: of a quantised weight
+    float weight_tensor_scale = 1;
     std::vector<std::byte> teacher_hidden, teacher_weight, teacher_bias;  ///< inputs of a teacher's head, if the spec has one
     std::vector<float> class_weight, class_offset;
     std::vector<std::int32_t> class_group, row_group;  ///< groups of a few classes each, some below 0

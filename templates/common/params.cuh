@@ -438,7 +438,8 @@ struct ZeroColumnsParams {
 
 // A weight in fp32 under a 16-bit dtype is rounded a stretch of the vocabulary at a time, and forward computes one stretch a launch.
 
-enum : int { kRoundedTile = 32 };  ///< side of the squares that a hidden_major weight is transposed in
+enum : int { kWeightNumbers, kWeightE4m3, kWeightNvfp4 };  ///< numbers of WeightFormat
+enum : int { kRoundedTile = 32 };                          ///< side of the squares that a hidden_major weight is transposed in
 
 /// `weight` and `weight_map` are the stretch's rounded rows.
 struct ForwardStretchParams : ForwardParams {
@@ -450,6 +451,17 @@ struct RoundWeightParams {
     const float* weight;  ///< at the stretch's first row (vocab_major) or column
     void* rounded;        ///< [rows, D]
     int rows;             ///< rows of the vocabulary
+    int unused;
+};
+
+/// A quantised weight, whole, and the rows of it that a launch dequantises.
+struct DequantizeWeightParams {
+    const void* weight;         ///< codes
+    const void* scale;          ///< fp32 [rows], or a block's [ceil(rows / block), ceil(D / block)]; nvfp4: e4m3 [rows, D / 16]
+    const float* tensor_scale;  ///< nvfp4: one number
+    void* dequantized;          ///< [rows, D]
+    long long first_row;
+    int rows;
     int unused;
 };
 

@@ -1,6 +1,7 @@
 // Everything that a generated configuration of path cuda_lt instantiates.
 #pragma once
 
+#include "flce/common/dequantize_weight.cuh"
 #include "flce/common/references.cuh"
 #include "flce/common/retain_kernels.cuh"
 #include "flce/common/round_weight.cuh"

@@ -68,6 +68,12 @@ constexpr Variant kHeadsBias = {"Fp16HeadsBias",
                                 "D=200,V=1001,padded_vocab_size=1008,whole_vocab_size=3000,dtype=fp16,grad_hidden_dtype=fp32,"
                                 "teacher_hidden_size=104,divergence_beta=0.5,bias,teacher_bias,temperature,layout=hidden_major,"
                                 "outputs=loss+lse+entropy"};
+constexpr Variant kE4m3 = {"Bf16E4m3", "D=2048,V=151936,weight_dtype=e4m3"};
+constexpr Variant kE4m3Blocks = {"Fp16E4m3Blocks", "D=2064,V=151936,dtype=fp16,weight_dtype=e4m3,weight_block=128"};
+constexpr Variant kNvfp4Everything = {
+    "Bf16Nvfp4Everything",
+    "D=208,V=1001,whole_vocab_size=3000,weight_dtype=nvfp4,grad_hidden_dtype=fp32,bias,class_weight,label_smoothing=0.1,z_loss=0.001,"
+    "softcap=30,logit_scale=0.5,temperature,outputs=loss+lse+logprobs+entropy+top1+log_sum_sq_probs"};
 
 class CudaSourceCompile : public testing::TestWithParam<std::tuple<const char*, Variant>> {};
 
@@ -75,7 +81,7 @@ constexpr const char* kArchitectures[] = {"sm_80", "sm_90a", "sm_100a", "sm_120"
 constexpr Variant kVariants[] = {kPlain,   kEverything,        kFp16HiddenMajor, kFp32Everything,    kFp32Weight, kTokens,
                                  kGroups,  kGroupsEverything,  kTeacher,         kTeacherEverything, kShard,      kShardEverything,
                                  kSupport, kSupportEverything, kSupportShallow,  kManyNames,         kHeads,      kHeadsOptions,
-                                 kHeadsBias};
+                                 kHeadsBias, kE4m3,             kE4m3Blocks,      kNvfp4Everything};
 
 // Every path with every option, and each architecture, are quick. Architectures without a path of their own have the kernels of sm_80.
 Level level_of(std::string_view arch, std::string_view variant) {
@@ -90,7 +96,7 @@ Level level_of(std::string_view arch, std::string_view variant) {
     if (arch != "sm_80" && arch != "sm_90a") return Level::nightly;
     // The path of sm_90a has bf16 and fp16 layers of some depth; others are compiled for it as for sm_80.
     const bool own_path = plain || variant == kTokens.name || variant == kGroups.name || variant == kTeacher.name ||
-                          variant == kManyNames.name || variant == kShard.name || variant == kFp32Weight.name;
+                          variant == kManyNames.name || variant == kShard.name || variant == kFp32Weight.name || variant == kE4m3.name;
     return (arch == "sm_90a" ? own_path : everything || variant == kFp16HiddenMajor.name) ? Level::quick : Level::nightly;
 }
 
@@ -99,7 +105,7 @@ void expect_sound(const std::vector<KernelResources>& report, const Spec& spec, 
         if (has_teacher_head(spec) && used.name == "flce_dlogits") continue;  // between products, bound by memory
         const bool of_rows = used.name.starts_with("flce_teacher") || used.name.starts_with("flce_retained") ||
                              used.name.starts_with("flce_gather") || used.name.starts_with("flce_sort") ||
-                             used.name.starts_with("flce_named");
+                             used.name.starts_with("flce_named") || used.name.starts_with("flce_round");
         if (!test::has_main_loop(used.name) && !of_rows) continue;
         EXPECT_EQ(used.stack_bytes, 0) << used.name << " with " << plan.text();
         EXPECT_EQ(used.spill_store_bytes, 0) << used.name << " with " << plan.text();

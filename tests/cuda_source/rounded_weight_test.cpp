@@ -55,8 +55,8 @@ std::size_t offset_of(TensorMap Params::* member) {
 
 CallSlots call(std::int64_t num_tokens) {
     CallSlots slots{};
-    for (const Slot slot :
-         {Slot::hidden, Slot::weight, Slot::target, Slot::loss, Slot::lse, Slot::grad_hidden, Slot::grad_weight, Slot::workspace}) {
+    for (const Slot slot : {Slot::hidden, Slot::weight, Slot::target, Slot::loss, Slot::lse, Slot::grad_hidden, Slot::grad_weight,
+                            Slot::workspace, Slot::weight_scale, Slot::weight_tensor_scale}) {
         slots[static_cast<std::size_t>(slot)] = address(slot);
     }
     slots[static_cast<std::size_t>(Slot::num_tokens)] = num_tokens;
@@ -232,6 +232,31 @@ TEST(RoundedWeightProgram, NoTokens_NothingIsRounded) {
     const CudaProgram program = generate_cuda(spec, device, choose_plan(spec, device));
     for (const LaunchProgram* pass : {&program.forward, &program.backward}) {
         for (const Recorded& r : launches(program, *pass, 0)) EXPECT_NE(r.kernel, "flce_round_weight");
+    }
+}
+
+// A stretch may begin within a block of a quantised weight, which its launch is given whole.
+TEST(RoundedWeightProgram, QuantizedWeight_IsDequantizedStretchByStretch) {
+    for (const char* text : {"D=2048,V=151936,weight_dtype=e4m3", "D=2048,V=151936,weight_dtype=nvfp4"}) {
+        const Spec spec = parse_spec(text);
+        for (const char* name : {"h100", "a100"}) {
+            const Device device = describe_device(name);
+            const CudaProgram program = generate_cuda(spec, device, choose_plan(spec, device));
+            for (const LaunchProgram* pass : {&program.forward, &program.backward}) {
+                std::int64_t next_row = 0;
+                for (const Recorded& r : launches(program, *pass, 1000)) {
+                    if (r.kernel != "flce_round_weight") continue;
+                    const auto p = r.params<DequantizeWeightParams>();
+                    EXPECT_EQ(as_address(p.weight), address(Slot::weight));
+                    EXPECT_EQ(as_address(p.scale), address(Slot::weight_scale));
+                    EXPECT_EQ(as_address(p.tensor_scale), address(Slot::weight_tensor_scale));
+                    EXPECT_EQ(p.first_row, next_row);
+                    EXPECT_GE(r.launch.grid[0] * kRowThreads * 8, p.rows * kHidden);
+                    next_row += p.rows;
+                }
+                EXPECT_EQ(next_row, kVocab) << text << " on " << name;
+            }
+        }
     }
 }
 

@@ -317,6 +317,28 @@ TEST(Spec, WeightDtype_IsPrintedWhereItIsNotTheDtype) {
     EXPECT_FALSE(rounds_weight(parse_spec("D=64,V=50,dtype=fp32")));
 }
 
+TEST(Spec, QuantizedWeight_IsPrintedAsTheWeightDtype) {
+    const Spec rows = parse_spec("D=64,V=50,weight_dtype=float8_e4m3fn");
+    EXPECT_EQ(rows.text(), "D=64,V=50,dtype=bf16,weight_dtype=e4m3");
+    EXPECT_EQ(rows.json(), R"({"D":64,"V":50,"dtype":"bf16","weight_dtype":"e4m3"})");
+    EXPECT_EQ(parse_spec(rows.json()), rows);
+    EXPECT_EQ(rows.weight_format, WeightFormat::e4m3);
+    EXPECT_EQ(rows.grad_weight_dtype, DType::bf16);
+    EXPECT_EQ(weight_dtype(rows), DType::fp32);
+    EXPECT_TRUE(rounds_weight(rows));
+    EXPECT_EQ(weight_row_bytes(rows), 64);
+    const Spec blocks = parse_spec("D=64,V=50,dtype=fp16,weight_dtype=e4m3,weight_block=128,bias,grad_weight_dtype=fp32");
+    EXPECT_EQ(blocks.text(), "D=64,V=50,dtype=fp16,weight_dtype=e4m3,weight_block=128,grad_weight_dtype=fp32,bias");
+    EXPECT_EQ(parse_spec(blocks.json()), blocks);
+    const Spec nvfp4 = parse_spec("D=64,V=50,weight_dtype=nvfp4");
+    EXPECT_EQ(nvfp4.text(), "D=64,V=50,dtype=bf16,weight_dtype=nvfp4");
+    EXPECT_EQ(weight_row_bytes(nvfp4), 32);
+    EXPECT_EQ((Spec{.hidden_size = 64, .vocab_size = 50, .weight_format = WeightFormat::nvfp4}.normalized()), nvfp4);
+    EXPECT_NE(rows, nvfp4);
+    EXPECT_NE(SpecHash{}(rows), SpecHash{}(nvfp4));
+    EXPECT_NE(SpecHash{}(rows), SpecHash{}(parse_spec("D=64,V=50,weight_dtype=e4m3,weight_block=128")));
+}
+
 TEST(SpecHash, EveryField_ChangesIt) {
     const Spec base = small().normalized();
     std::vector<Spec> specs(18, base);

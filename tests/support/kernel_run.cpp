@@ -127,8 +127,12 @@ void KernelRun::add_inputs() {
     const Spec& spec = problem_.spec;
     const std::size_t element = element_bytes(spec.dtype);
     input("hidden", encode(problem_.hidden, spec.dtype), 16);
-    const std::vector<float>& weight = rounds_weight(spec) ? problem_.unrounded_weight : problem_.weight;
-    input("weight", encode(laid_out(held_, weight, kPadding), weight_dtype(spec)), 16);
+    if (is_quantized(spec)) {
+        add_quantized_weight();
+    } else {
+        const std::vector<float>& weight = rounds_weight(spec) ? problem_.unrounded_weight : problem_.weight;
+        input("weight", encode(laid_out(held_, weight, kPadding), weight_dtype(spec)), 16);
+    }
     if (spec.bias) input("bias", encode(with_padding(problem_.bias, problem_, kPadding), spec.dtype), element);
     if (spec.class_weight) input("class_weight", flce::test::bytes_of(with_padding(problem_.class_weight, problem_, NAN)), 4);
     if (spec.class_offset) input("class_offset", flce::test::bytes_of(with_padding(problem_.class_offset, problem_, NAN)), 4);
@@ -169,8 +173,10 @@ void KernelRun::add_outputs() {
     output("invalid_label", 8, 8, std::vector<std::byte>(8, std::byte{0xff}));
     output("grad_hidden", n * static_cast<std::size_t>(spec.hidden_size) * element_bytes(grad_hidden_dtype(spec)), 16);
     const std::size_t grad_element = element_bytes(spec.grad_weight_dtype);
-    output("grad_weight", static_cast<std::size_t>(held_.padded_vocab_size * spec.hidden_size) * grad_element, 16,
-           old_weight_bytes(problem_, held_));
+    if (!is_quantized(spec)) {
+        output("grad_weight", static_cast<std::size_t>(held_.padded_vocab_size * spec.hidden_size) * grad_element, 16,
+               old_weight_bytes(problem_, held_));
+    }
     if (spec.bias) {
         const std::int64_t biases = problem_.shard ? problem_.shard->rows : spec.vocab_size;
         output("grad_bias", static_cast<std::size_t>(biases) * grad_element, grad_element,
@@ -194,7 +200,8 @@ ScalarType KernelRun::type_of(Elements elements) const {
     const Spec& spec = problem_.spec;
     switch (elements) {
         case Elements::spec: return scalar_type(spec.dtype);
-        case Elements::weight: return scalar_type(weight_dtype(spec));
+        case Elements::weight: return is_quantized(spec) ? ScalarType::uint8 : scalar_type(weight_dtype(spec));
+        case Elements::scale: return spec.weight_format == WeightFormat::nvfp4 ? ScalarType::e4m3 : ScalarType::fp32;
         case Elements::grad_hidden: return scalar_type(grad_hidden_dtype(spec));
         case Elements::grad_weight: return scalar_type(spec.grad_weight_dtype);
         case Elements::label: return problem_.options.target_bits == 64 ? ScalarType::int64 : ScalarType::int32;
@@ -282,7 +289,8 @@ bool KernelRun::prepare_gradients(const Wanted& wanted, bool keep) {
         if (!keep) reset(name);
         entries_.at(name).written = true;
     };
-    const bool lent = wanted.grad_weight && retained_.data != nullptr && retained_.data == buffer("grad_weight").data();
+    const bool lent =
+        wanted.grad_weight && has("grad_weight") && retained_.data != nullptr && retained_.data == buffer("grad_weight").data();
     prepare("grad_hidden", wanted.grad_hidden);
     if (lent) {
         entries_.at("grad_weight").written = true;  // the buffer holds retained values
@@ -415,7 +423,7 @@ std::string KernelRun::bias_padding_violation() const {
 
 std::string KernelRun::padding_violation() const {
     const Spec& spec = held_;
-    if (spec.padded_vocab_size == spec.vocab_size || !entries_.at("grad_weight").written) return {};
+    if (spec.padded_vocab_size == spec.vocab_size || !has("grad_weight") || !entries_.at("grad_weight").written) return {};
     const Entry& entry = entries_.at("grad_weight");
     const auto bytes = entry.buffer.download();
     const std::size_t size = element_bytes(spec.grad_weight_dtype);

@@ -82,6 +82,7 @@ private:
     template <class Args>
     [[nodiscard]] Args args() const;
     void add_inputs();
+    void add_quantized_weight();
     void add_outputs();
     void add_shard_outputs();
     /// Gradients that a backward call is to write; true where grad_weight's memory was lent.

@@ -217,6 +217,10 @@ Problem make_problem(const Spec& spec, const ProblemOptions& options) {
     p.weight = make_weight(p.spec, options);
     if (rounds_weight(p.spec)) {
         p.unrounded_weight = std::move(p.weight);
+        if (is_quantized(p.spec)) {
+            p.codes = quantized(p.spec, p.unrounded_weight);
+            p.unrounded_weight = dequantized(p.spec, p.codes);
+        }
         p.weight = rounded_weight(p.spec, p.unrounded_weight);
     }
     p.hidden = make_hidden(p);

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "flce/flce.hpp"
+#include "tests/support/quantized.hpp"
 
 namespace flce::test {
 
@@ -52,7 +53,8 @@ struct Problem {
     // Values as the dtype holds them, weight without padding and always [V, D].
     std::vector<float> hidden;
     std::vector<float> weight;
-    std::vector<float> unrounded_weight;    ///< weight in memory where the Spec's weight_dtype is fp32 under a 16-bit dtype; else empty
+    std::vector<float> unrounded_weight;    ///< weight before it is rounded, where the Spec rounds the weight; else empty
+    QuantizedRows codes;                    ///< weight in memory where the Spec's is quantised
     std::vector<float> bias;                ///< empty without spec.bias
     std::vector<float> class_weight;        ///< empty without spec.class_weight
     std::vector<float> class_offset;        ///< empty without spec.class_offset

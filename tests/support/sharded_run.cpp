@@ -78,6 +78,9 @@ Problem shard_problem(const Problem& whole, const Spec& spec, const Shard& shard
     part.shard = shard;
     of_shard(part.weight, d);
     of_shard(part.unrounded_weight, d);
+    of_shard(part.codes.codes, weight_row_bytes(part.spec));
+    of_shard(part.codes.scales, 1);
+    of_shard(part.codes.groups, d / kNvfp4Group);
     of_shard(part.bias, 1);
     of_shard(part.class_weight, 1);
     of_shard(part.class_offset, 1);

@@ -55,10 +55,11 @@ Cost chunked_backward_cost(const Spec& spec, const Device& device, const Plan& p
     const double chunks = up_div(v, chunk);
     const double logits = gemm.logits_bytes(plan.cuda.dlogits, n, v);
     const double rest = chunked_backward_bytes(spec, n, chunks);
-    Cost cost{.flops = 6.0 * n * v * d, .bytes = logits + rest};
+    const bool frozen = is_quantized(spec);
+    const double grad_weight = frozen ? 0 : gemm.seconds(GemmRole::grad_weight, plan.cuda.grad_weight, {chunk, d, n}, rest / 2 / chunks);
+    Cost cost{.flops = (frozen ? 4.0 : 6.0) * n * v * d, .bytes = logits + rest};
     cost.seconds = chunks * (gemm.seconds(GemmRole::dlogits, plan.cuda.dlogits, {n, chunk, d}, logits / chunks) +
-                             gemm.seconds(GemmRole::grad_hidden, plan.cuda.grad_hidden, {n, d, chunk}, rest / 2 / chunks) +
-                             gemm.seconds(GemmRole::grad_weight, plan.cuda.grad_weight, {chunk, d, n}, rest / 2 / chunks));
+                             gemm.seconds(GemmRole::grad_hidden, plan.cuda.grad_hidden, {n, d, chunk}, rest / 2 / chunks) + grad_weight);
     add_rounding(spec, device, cost);
     return cost;
 }
@@ -98,8 +99,9 @@ double gpu_chunk_rows(const Spec& spec, const Plan& plan, double num_tokens) {
 
 void add_rounding(const Spec& spec, const Device& device, Cost& cost) {
     if (!rounds_weight(spec)) return;
-    const double elements = static_cast<double>(spec.vocab_size) * static_cast<double>(spec.hidden_size);
-    const double bytes = elements * static_cast<double>(element_bytes(weight_dtype(spec)) + element_bytes(spec.dtype));
+    const double row = static_cast<double>(weight_row_bytes(spec)) +
+                       static_cast<double>(spec.hidden_size) * static_cast<double>(element_bytes(spec.dtype));
+    const double bytes = static_cast<double>(spec.vocab_size) * row;
     cost.bytes += bytes;
     cost.seconds += bytes / device.gpu.bandwidth_bytes_per_s;
 }

@@ -39,10 +39,28 @@ Statement prepare_launch(const Spec& spec, const CudaSource& source, const Prepa
     return launch.build();
 }
 
+namespace {
+
+constexpr std::int64_t kElementsOfBlock = std::int64_t{8} * kRowThreads;  // elements of vocab_major rows that a block rounds
+
+Statement dequantize_launch(const Spec& spec, const CudaSource& source, const Expr& first, const Expr& rows, const Expr& rounded) {
+    using Params = DequantizeWeightParams;
+    LaunchBuilder<Params> launch(source.kernel(KernelRole::round_weight), ceil_div(rows * spec.hidden_size, kElementsOfBlock));
+    launch.set(&Params::weight, slot(Slot::weight))
+        .set(&Params::scale, slot(Slot::weight_scale))
+        .set(&Params::tensor_scale, slot(Slot::weight_tensor_scale))
+        .set(&Params::dequantized, rounded)
+        .set(&Params::first_row, first)
+        .set(&Params::rows, rows);
+    return {If{less(0, slot(Slot::num_tokens)), {launch.build()}}};
+}
+
+}  // namespace
+
 Statement round_weight_launch(const Spec& spec, const CudaSource& source, const Expr& first, const Expr& rows, const Expr& rounded) {
+    if (is_quantized(spec)) return dequantize_launch(spec, source, first, rows, rounded);
     const bool vocab_major = spec.layout == WeightLayout::vocab_major;
     const auto element = static_cast<std::int64_t>(element_bytes(weight_dtype(spec)));
-    constexpr std::int64_t kElementsOfBlock = std::int64_t{8} * kRowThreads;
     const Expr squares = ceil_div(rows, kRoundedTile) * ceil_div(spec.hidden_size, kRoundedTile);
     const Expr blocks = vocab_major ? ceil_div(rows * spec.hidden_size, kElementsOfBlock) : squares;
     LaunchBuilder<RoundWeightParams> launch(source.kernel(KernelRole::round_weight), blocks);

@@ -1,5 +1,5 @@
 // Launches that both passes have: the one that a pass over many tokens starts with (totals of class weights, the divisors of a mean, the
-// list of valid tokens), and the one that rounds an fp32 weight of a 16-bit dtype into the workspace.
+// list of valid tokens), and the one that rounds an fp32 or quantised weight of a 16-bit dtype into the workspace.
 #pragma once
 
 #include <cstdint>

@@ -69,6 +69,11 @@ std::string problem_struct(const Spec& spec, const Plan& plan, const KernelFamil
     text += fmt::format("    enum : bool {{ retain = {} }};\n", plan.strategy == Strategy::retain);
     text += fmt::format("    enum : bool {{ lists_rows = {} }};\n", family.lists_rows);
     text += fmt::format("    enum : bool {{ rounds_weight = {} }};\n", rounds_weight(spec));
+    if (is_quantized(spec)) {
+        static_assert(kWeightE4m3 == static_cast<int>(WeightFormat::e4m3) && kWeightNvfp4 == static_cast<int>(WeightFormat::nvfp4));
+        text += fmt::format("    enum : int {{ weight_format = {} }};\n", static_cast<int>(spec.weight_format));
+        if (spec.weight_block != 0) text += fmt::format("    enum : int {{ weight_block = {} }};\n", spec.weight_block);
+    }
     text += fmt::format("    enum : int {{ raster = {} }};\n", plan.cuda.raster);
     if (spec.batch_invariant) text += fmt::format("    enum : int {{ segment_tiles = {} }};\n", family.segment_tiles);
     if (family.retained_columns != kRetainedColumns)
@@ -166,7 +171,11 @@ void KernelWriter::row_kernels() {
 
 void KernelWriter::option_kernels() {
     if (rounds_weight(spec_)) {
-        rows(KernelRole::round_weight, "RoundWeightParams");
+        if (is_quantized(spec_)) {
+            rows(KernelRole::round_weight, "DequantizeWeightParams", kRowThreads, Waits::before, "dequantize_weight");
+        } else {
+            rows(KernelRole::round_weight, "RoundWeightParams");
+        }
         rows(KernelRole::merge_stretch, "MergeStretchParams");
     }
     if (spec_.teacher_top_k > 0) {

@@ -16,6 +16,12 @@ enum class DType : std::uint8_t { bf16, fp16, fp32 };
 /// vocab_major is [vocab_size, hidden_size] (nn.Linear, an embedding table); hidden_major is [hidden_size, vocab_size].
 enum class WeightLayout : std::uint8_t { vocab_major, hidden_major };
 
+/// Form of the weight in memory: numbers of weight_dtype, or codes with scales beside them, which a call has too. A quantised weight is
+/// dequantised in fp32 as it is read, and each number is rounded to the dtype once. e4m3: a byte a number (float8_e4m3fn), scales fp32.
+/// nvfp4: two e2m1 codes a byte, the earlier number in the low half; a scale in e4m3 for each 16 numbers of a row, and an fp32 scale of
+/// the whole tensor.
+enum class WeightFormat : std::uint8_t { numbers, e4m3, nvfp4 };
+
 /// Whether backward overwrites the gradient buffers of weight and bias or adds to what they hold.
 enum class GradMode : std::uint8_t { write, accumulate };
 
@@ -50,6 +56,10 @@ struct Spec {
     WeightLayout layout = WeightLayout::vocab_major;
     std::optional<DType> weight_dtype =
         std::nullopt;  ///< fp32: the weight is that in memory and rounded to the dtype as it is read; none: the dtype
+    WeightFormat weight_format =
+        WeightFormat::numbers;  ///< e4m3, nvfp4: the weight is quantised and frozen, vocab_major, under a 16-bit dtype, and hidden_size is
+                                ///< a multiple of 16. Texts write the format as weight_dtype
+    int weight_block = 0;       ///< 128, with e4m3: a scale for each 128 x 128 numbers; 0: a scale a row
     std::optional<DType> grad_hidden_dtype =
         std::nullopt;  ///< fp32, of a shard alone, so that a sum over shards is rounded once; none: the dtype
     DType grad_weight_dtype = weight_dtype.value_or(dtype);  ///< dtype of the gradients of weight and bias: the spec's dtype, or fp32
@@ -103,13 +113,14 @@ struct Spec {
 };
 
 /// Parses "key=value,flag,…", the JSON object that parse_spec_json reads, or "@file.json" (a file that holds one). Keys: D or hidden_size,
-/// V or vocab_size, padded_vocab_size, whole_vocab_size, dtype, layout, tied, weight_dtype, grad_hidden_dtype, grad_weight_dtype,
-/// grad_weight_mode, bias, class_weight, class_offset, class_groups, offset_gradient, temperature, token_weight, batch_invariant, dft,
-/// logit_scale, softcap, label_smoothing, z_loss, teacher_top_k, hard_weight, support, teacher_hidden_size, divergence_beta, teacher_bias,
-/// teacher_logit_scale, teacher_softcap, top_k, outputs (names joined by '+': loss+lse+logprobs+entropy+top1+log_sum_sq_probs). dtypes:
-/// bf16, fp16, fp32, or torch's bfloat16, float16, float32. D and V are required; dtype defaults to bf16, weight_dtype and
-/// grad_hidden_dtype to dtype, grad_weight_dtype to weight_dtype, grad_weight_mode to write, or accumulate where tied is set. The result is
-/// normalized. Throws SpecError for an unknown or repeated key and for a bad value, EnvironmentError for a file that cannot be read.
+/// V or vocab_size, padded_vocab_size, whole_vocab_size, dtype, layout, tied, weight_dtype, weight_block, grad_hidden_dtype,
+/// grad_weight_dtype, grad_weight_mode, bias, class_weight, class_offset, class_groups, offset_gradient, temperature, token_weight,
+/// batch_invariant, dft, logit_scale, softcap, label_smoothing, z_loss, teacher_top_k, hard_weight, support, teacher_hidden_size,
+/// divergence_beta, teacher_bias, teacher_logit_scale, teacher_softcap, top_k, outputs (names joined by '+':
+/// loss+lse+logprobs+entropy+top1+log_sum_sq_probs). dtypes: bf16, fp16, fp32, or torch's bfloat16, float16, float32; of the weight also
+/// e4m3 (float8_e4m3fn) and nvfp4. D and V are required; dtype defaults to bf16, weight_dtype and grad_hidden_dtype to dtype,
+/// grad_weight_dtype to weight_dtype, grad_weight_mode to write, or accumulate where tied is set. The result is normalized. Throws
+/// SpecError for an unknown or repeated key and for a bad value, EnvironmentError for a file that cannot be read.
 [[nodiscard]] Spec parse_spec(std::string_view text);
 /// A JSON object with the same keys: numbers, booleans, strings, and an array of names for outputs.
 [[nodiscard]] Spec parse_spec_json(std::string_view json);
@@ -130,16 +141,23 @@ struct Spec {
 [[nodiscard]] Spec teacher_head(const Spec& spec);
 /// Classes that a label may name: those of all shards.
 [[nodiscard]] std::int64_t whole_vocab_size(const Spec& spec) noexcept;
-/// The weight's dtype in memory.
+/// The dtype of the weight's numbers: in memory, or fp32 where a quantised weight is dequantised.
 [[nodiscard]] DType weight_dtype(const Spec& spec) noexcept;
 /// grad_hidden's dtype in memory.
 [[nodiscard]] DType grad_hidden_dtype(const Spec& spec) noexcept;
-/// Whether the weight is fp32 under a 16-bit dtype, so that the weight is rounded as it is read.
+/// Whether the weight is fp32 under a 16-bit dtype, or quantised, so that the weight is rounded as it is read.
 [[nodiscard]] bool rounds_weight(const Spec& spec) noexcept;
+/// Whether the weight is codes with scales. A quantised weight has no gradient.
+[[nodiscard]] bool is_quantized(const Spec& spec) noexcept;
+/// Bytes of a row of the weight in memory, for vocab_major.
+[[nodiscard]] std::int64_t weight_row_bytes(const Spec& spec) noexcept;
+/// Numbers of a row that an nvfp4 scale is for.
+inline constexpr std::int64_t kNvfp4Group = 16;
 
 [[nodiscard]] std::size_t element_bytes(DType dtype) noexcept;
 [[nodiscard]] std::string_view to_string(DType dtype) noexcept;
 [[nodiscard]] std::string_view to_string(WeightLayout layout) noexcept;
+[[nodiscard]] std::string_view to_string(WeightFormat format) noexcept;
 [[nodiscard]] std::string_view to_string(GradMode mode) noexcept;
 
 struct SpecHash {

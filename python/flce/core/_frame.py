@@ -25,6 +25,8 @@ DTYPE_CODES = {
     torch.float32: _native.FP32,
     torch.int32: _native.INT32,
     torch.int64: _native.INT64,
+    torch.uint8: _native.UINT8,
+    torch.float8_e4m3fn: _native.E4M3,
 }
 PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 ROW_ALIGNMENT = 16  # bytes; of hidden, weight and their gradients
@@ -296,6 +298,7 @@ class Frame:
             "weight": DTYPE_CODES[key.weight_dtype],
             "grad_hidden": DTYPE_CODES[key.grad_hidden_dtype or key.dtype],
             "grad_weight": DTYPE_CODES[key.grad_weight_dtype],
+            "scale": _native.FP32,
             "fp32": _native.FP32,
             "int32": _native.INT32,
             "label": _native.INT64,
@@ -312,6 +315,7 @@ class Frame:
             "hidden": (0, key.hidden_size),
             "teacher": (0, self.kernel.outputs.teacher_top_k),
             "weight": (key.hidden_size, rows) if key.hidden_major else (rows, key.hidden_size),
+            "weight_scale": (0,),  # calls of quantised weights have structs of their own
             "teacher_hidden": (0, 0),  # a divergence's calls have structs of their own
             "teacher_weight": (0, 0),
             "top": (0, 0),  # and so have those of a top_k

@@ -29,7 +29,7 @@ extern "C" {
 #endif
 
 /* Grows when functions or fields are added; fields and functions that are there keep their meaning. */
-#define FLCE_ABI_VERSION 16
+#define FLCE_ABI_VERSION 17
 
 /* The ABI version the library was built with, and the library's version ("0.1.0"). */
 FLCE_API int32_t flce_abi_version(void);
@@ -70,7 +70,9 @@ enum {
     FLCE_INT32 = FLCE_DTYPE(0, 32), /* kDLInt */
     FLCE_INT64 = FLCE_DTYPE(0, 64),
     FLCE_UINT64 = FLCE_DTYPE(1, 64), /* kDLUInt */
-    FLCE_FP16 = FLCE_DTYPE(2, 16),   /* kDLFloat */
+    FLCE_UINT8 = FLCE_DTYPE(1, 8),
+    FLCE_E4M3 = FLCE_DTYPE(10, 8), /* kDLFloat8_e4m3fn */
+    FLCE_FP16 = FLCE_DTYPE(2, 16), /* kDLFloat */
     FLCE_FP32 = FLCE_DTYPE(2, 32),
     FLCE_BF16 = FLCE_DTYPE(4, 16) /* kDLBfloat */
 };
@@ -329,12 +331,16 @@ typedef struct flce_forward_args {
     const flce_tensor* class_offset; /* [V] fp32, -inf for a class that is ruled out; required iff the spec has class_offset */
     const flce_tensor* class_group;  /* [V] int32; required iff the spec has class_groups, and so is row_group. Below 0: of no group */
     const flce_tensor* row_group;    /* [N] int32 */
+    /* Required iff the spec's weight_dtype is e4m3 or nvfp4; weight is then codes: [P, D] e4m3 or uint8, or [P, D / 2] uint8. Scales: fp32
+     * [P], or with weight_block [ceil(P / 128), ceil(D / 128)]; of nvfp4 [P, D / 16] e4m3 or uint8. A shard's begin with its first row. */
+    const flce_tensor* weight_scale;
+    const flce_tensor* weight_tensor_scale; /* scalar fp32; required iff the spec's weight_dtype is nvfp4 */
 } flce_forward_args;
 /* clang-format off */
 #define FLCE_FORWARD_ARGS_INIT                                                                                 \
     {sizeof(flce_forward_args), NULL, NULL, NULL, NULL, NULL, -100, FLCE_REDUCTION_MEAN, 0, NULL, NULL, NULL,  \
      NULL, NULL, NULL, NULL, NULL, 0, FLCE_RETAINED_OWN, 0, NULL, NULL, NULL, NULL, NULL, NULL, NULL, 0, NULL,  \
-     NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL}
+     NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL}
 /* clang-format on */
 
 /* Arguments that make a shard's outputs from all shards' partial sums. Tensors as in forward, but for three. */
@@ -417,22 +423,24 @@ typedef struct flce_backward_args {
     const flce_tensor* class_offset; /* [V] fp32, forward's */
     const flce_tensor* class_group;  /* [V] int32, forward's; row_group too */
     const flce_tensor* row_group;
+    const flce_tensor* weight_scale; /* weight_scale and weight_tensor_scale: as in forward. grad_weight is then NULL */
+    const flce_tensor* weight_tensor_scale;
 } flce_backward_args;
 /* clang-format off */
 #define FLCE_BACKWARD_ARGS_INIT                                                                             \
     {sizeof(flce_backward_args), NULL, NULL, NULL, NULL, NULL, -100, FLCE_REDUCTION_MEAN, 0, NULL, NULL,    \
      NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, 0, FLCE_RETAINED_OWN, 0, NULL, NULL, NULL, NULL, \
-     NULL, NULL, 0, NULL, NULL, FLCE_STAGE_WHOLE, 0, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL}
+     NULL, NULL, 0, NULL, NULL, FLCE_STAGE_WHOLE, 0, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL}
 /* clang-format on */
 
 /* JSON description of these three structs, for bindings that build them when they are loaded:
  *     {"forward": {"size": bytes, "fields": [{"name", "offset", "type"}, ...]}, "merge": {...}, "backward": {...},
  *      "tensors": [{"name", "elements", "extent"}, ...]}
  * type: "tensor" (const flce_tensor*), "pointer", "size", "int32", "int64". elements: what the tensor's element type is: "spec", "weight",
- * "grad_hidden", "grad_weight" (the spec's dtype, weight_dtype, grad_hidden_dtype, grad_weight_dtype), "fp32", "int32", "int64", "uint64",
- * "label" (int32 or int64), "count" (fp32, int32, int64). extent: its shape: "scalar", "tokens" [N], "loss" ([N] or a scalar), "classes"
- * [V], "hidden" [N, D], "weight", "teacher" [N, K], "teacher_hidden" [N, D_t], "teacher_weight", "top" [N, K], "partial_sums" [F, N],
- * "all_partial_sums" [R x F, N]. */
+ * "grad_hidden", "grad_weight" (the spec's dtype, weight_dtype, grad_hidden_dtype, grad_weight_dtype), "scale" (fp32; of nvfp4 e4m3 or
+ * uint8), "fp32", "int32", "int64", "uint64", "label" (int32 or int64), "count" (fp32, int32, int64). extent: its shape: "scalar", "tokens"
+ * [N], "loss" ([N] or a scalar), "classes" [V], "hidden" [N, D], "weight", "weight_scale", "teacher" [N, K], "teacher_hidden" [N, D_t],
+ * "teacher_weight", "top" [N, K], "partial_sums" [F, N], "all_partial_sums" [R x F, N]. */
 FLCE_API flce_status flce_call_arguments_json(char* buffer, size_t capacity, size_t* needed);
 
 /* `workspace`: scratch of the caller's on the kernel's device, 256-byte aligned, at least flce_kernel_workspace_bytes(); NULL where that is

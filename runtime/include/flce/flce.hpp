@@ -92,12 +92,17 @@ enum class DivergenceWalk : std::uint8_t { sums, mixture };
 // class weights have as many elements as the weight has rows. Labels, a teacher's ids and top1 count all classes; label smoothing is over
 // all classes. Merge adds partial sums in the order in which they are given, so that every rank has the same bits.
 struct ForwardArgs {
-    TensorView hidden{};        ///< [N, D], spec dtype
-    TensorView weight{};        ///< [P, D] (vocab_major) or [D, P] (hidden_major), weight_dtype(spec)
-    TensorView bias{};          ///< [V], spec dtype; required iff spec.bias
-    TensorView class_weight{};  ///< [V] fp32; required iff spec.class_weight
-    TensorView class_offset{};  ///< [V] fp32; required iff spec.class_offset
-    TensorView class_group{};   ///< [V] int32; required iff spec.class_groups, and so is row_group [N]. Below 0: of no group
+    TensorView hidden{};  ///< [N, D], spec dtype
+    TensorView weight{};  ///< [P, D] (vocab_major) or [D, P] (hidden_major), weight_dtype(spec). Codes of e4m3: [P, D], e4m3 or
+                          ///< uint8; of nvfp4: [P, D / 2] uint8. A NaN code makes a NaN weight
+    /// Required iff the weight is quantised. e4m3: fp32 [P], or with weight_block [ceil(P / 128), ceil(D / 128)]; nvfp4: [P, D / 16], e4m3
+    /// or uint8. A shard's scales begin with its own first row
+    TensorView weight_scale{};
+    TensorView weight_tensor_scale{};  ///< scalar fp32; required iff the weight is nvfp4
+    TensorView bias{};                 ///< [V], spec dtype; required iff spec.bias
+    TensorView class_weight{};         ///< [V] fp32; required iff spec.class_weight
+    TensorView class_offset{};         ///< [V] fp32; required iff spec.class_offset
+    TensorView class_group{};          ///< [V] int32; required iff spec.class_groups, and so is row_group [N]. Below 0: of no group
     TensorView row_group{};
     TensorView target{};        ///< [N] int32 or int64. With spec.teacher_top_k and a hard_weight of 0 it only says which tokens take part:
                                 ///< tokens with any class
@@ -178,6 +183,8 @@ struct MergeArgs {
 struct BackwardArgs {
     TensorView hidden{};
     TensorView weight{};
+    TensorView weight_scale{};
+    TensorView weight_tensor_scale{};
     TensorView bias{};
     TensorView class_weight{};
     TensorView class_offset{};
@@ -205,7 +212,7 @@ struct BackwardArgs {
     TensorView grad_logprobs{};
     TensorView grad_entropy{};
     TensorView grad_hidden{};  ///< [N, D], grad_hidden_dtype(spec); absent: not computed. Ignored rows receive 0
-    TensorView grad_weight{};  ///< like weight, spec.grad_weight_dtype; absent: not computed
+    TensorView grad_weight{};  ///< like weight, spec.grad_weight_dtype; absent: not computed. A quantised weight has none
     TensorView grad_bias{};    ///< [V], spec.grad_weight_dtype; absent: not computed
     /// Retained values as forward left them. If they lie in the memory of this call's grad_weight, the call destroys them: later calls go
     /// without.

@@ -8,7 +8,7 @@
 
 namespace flce {
 
-enum class ScalarType : std::uint8_t { bf16, fp16, fp32, int32, int64, uint64 };
+enum class ScalarType : std::uint8_t { bf16, fp16, fp32, int32, int64, uint64, uint8, e4m3 };
 
 /// Place of memory: host memory, or device memory of CUDA device `index`.
 struct DeviceRef {
@@ -47,6 +47,8 @@ struct TensorView {
         case ScalarType::int32: return 4;
         case ScalarType::int64:
         case ScalarType::uint64: return 8;
+        case ScalarType::uint8:
+        case ScalarType::e4m3: return 1;
     }
     return 0;
 }
