@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from flce import errors
-from flce.call import _call, _depths, _heads, _named
+from flce.call import _call, _depths, _heads, _named, _quantized
 from flce.call._arguments import check_ids, check_one_divisor, check_teacher
 from flce.call._options import call_options, parameters_of, taken_by, way_of
 from flce.call._spec_text import is_support, number
@@ -69,6 +69,12 @@ class _Given:
         if self.moves_target():
             target = targets_of(target, self.shift, ignore_index=self.ignore_index, cu_seqlens=self.cu_seqlens)
         options = call_options(**self.options, **more)
+        scales = [self.tensors.pop(name, None) for name in ("weight_scale", "weight_tensor_scale")]
+        if scales[0] is not None:
+            of_scales = dict(zip(("weight_scale", "weight_tensor_scale"), scales, strict=True))
+            return _quantized.run(self.parallel, hidden, self.weight, target, options, **of_scales, **self.tensors)
+        if scales[1] is not None:
+            raise errors.ArgumentError("weight_tensor_scale is given and weight_scale is None; it goes with an NVFP4 weight's scales")
         if self.parallel is not None:
             return _sharded_call.run(self.parallel, hidden, self.weight, target, options, **self.tensors)
         return _call.run(hidden, self.weight, target, options, **self.tensors)
@@ -115,6 +121,10 @@ def linear_cross_entropy(hidden: Any, weight: _Head, target: Any, **options: Any
         weight: [V, D], of hidden's dtype, or fp32 beside 16-bit hidden states (kernels round it as they read it, within the limit; its
             gradient is fp32). The view `w.t()` of a contiguous [D, V] is taken as it lies. Or a plain torch.nn.Linear, whose weight and
             bias are taken; layers of other classes, and with hooks, are an ArgumentError.
+        weight_scale: weight is then codes, and frozen: [V, D] of torch.float8_e4m3fn (or uint8) with scales of rows [V], of blocks
+            [ceil(V / 128), ceil(D / 128)] or one; or NVFP4, uint8 [V, D / 2] (the even column in the low half) with scales of
+            torch.float8_e4m3fn [V, D / 16], not swizzled, and weight_tensor_scale, one number (None: 1). hidden is bf16 or fp16, D a
+            multiple of 16. Results are those of `(codes * scales).to(hidden.dtype)`. Not with class_weight or grad_weight_out.
         target: [...] int64 or int32. Rows that hold ignore_index, and rows out of [0, V) (see `check_labels`), count for nothing.
         bias: [V].
         class_offset: [V] fp32, bf16 or fp16 (computed with in fp32), added to the logits behind the softcap and before the temperature:

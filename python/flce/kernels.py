@@ -16,6 +16,7 @@ from flce.core._kernel_key import KernelKey
 from flce.core._kernels import Kernel
 
 _NAMED_DTYPES = {name: dtype for dtype, short in _kernel_key.DTYPE_NAMES.items() for name in (short, str(dtype).removeprefix("torch."))}
+_FORMATS = {"e4m3": "e4m3", "float8_e4m3fn": "e4m3", torch.float8_e4m3fn: "e4m3", "nvfp4": "nvfp4"}  # forms of weights that are codes
 
 
 def _device(given: torch.device | str | int | None) -> torch.device:
@@ -58,6 +59,7 @@ def get_kernel(
     device: torch.device | str | int | None = None,
     hidden_major: bool = False,
     weight_dtype: torch.dtype | str | None = None,
+    weight_block: int = 0,
     grad_weight_dtype: torch.dtype | str | None = None,
     accumulate: bool = False,
     bias: bool = False,
@@ -87,12 +89,12 @@ def get_kernel(
     """The kernel that `linear_cross_entropy`, or with return_loss=False, return_logprobs=True `linear_logprobs`, or with teacher_top_k (K
     of its teacher_ids) `linear_topk_distillation`, uses for such a layer: compiled now unless memory or the disk cache has it.
 
-    dtype is hidden's, bf16 where none is given, weight_dtype the weight's where it differs (fp32 under autocast), grad_weight_dtype
-    grad_weight_out's where that differs from the weight's; hidden_major: the weight is the view `w.t()` of a [D, V]; accumulate: with
-    grad_weight_out; temperature: a call has one that is not the number 1; token_weight: a call has them; class_groups: `info_nce` has a
-    mask. num_tokens: rows of the call's hidden; their token bucket (docs/tuning.md) chooses the plan, and what workspace_limit_bytes leaves
-    for scratch depends on their number. None: a plan for 4096 tokens. device: None means the current CUDA device, or the CPU where there is
-    none.
+    dtype is hidden's, bf16 where none is given, weight_dtype the weight's where it differs (fp32 under autocast; torch.float8_e4m3fn or
+    "nvfp4" where a call has weight_scale, with weight_block=128 for e4m3's scales of blocks), grad_weight_dtype grad_weight_out's where
+    that differs from the weight's; hidden_major: the weight is the view `w.t()` of a [D, V]; accumulate: with grad_weight_out;
+    temperature: a call has one that is not the number 1; token_weight: a call has them; class_groups: `info_nce` has a mask. num_tokens:
+    rows of the call's hidden; their token bucket (docs/tuning.md) chooses the plan, and what workspace_limit_bytes leaves for scratch
+    depends on their number. None: a plan for 4096 tokens. device: None means the current CUDA device, or the CPU where there is none.
     strict: a kernel that no cache has is a CacheMissError that names the `flce prewarm` to run, and a cache that cannot be used an
         UnavailableError;
     None: as `set_strict` or FLCE_STRICT says. Raises ArgumentError, DTypeError, SpecError, PlanError, UnavailableError, CompileError,
@@ -100,7 +102,8 @@ def get_kernel(
     CacheMissError.
     """
     kind = _dtype("dtype", dtype)
-    weight_kind = kind if weight_dtype is None else _dtype("weight_dtype", weight_dtype)
+    weight_format = "" if weight_dtype is None else _FORMATS.get(weight_dtype, "")
+    weight_kind = kind if weight_dtype is None or weight_format else _dtype("weight_dtype", weight_dtype)
     wide = weight_kind if grad_weight_dtype is None else _dtype("grad_weight_dtype", grad_weight_dtype)
     asked = _options.asked_outputs(
         {
@@ -145,6 +148,8 @@ def get_kernel(
         options=spec,
         workspace_limit_bytes=limit,
         num_tokens=_kernel_key.planned_tokens(num_tokens or 0, limit),
+        weight_format=weight_format,
+        weight_block=int(checks.integer("weight_block", weight_block, 0)),
         **flags,  # type: ignore[arg-type]
     )
     return _kernels.find(key, strict=strict)

@@ -45,6 +45,14 @@ class _Layer(_Head, total=False):
     cu_seqlens: Tensor | None
 
 
+class _Codes(TypedDict, total=False):
+    weight_scale: Tensor | None
+    weight_tensor_scale: Tensor | float | None
+
+
+class _Scored(_Layer, _Codes, total=False): ...
+
+
 class _LogprobsAt(_Head, total=False):
     offsets: Tensor | None
     normalize: str
@@ -59,7 +67,7 @@ class _Loss(_Layer, total=False):
     token_weight: Tensor | None
 
 
-class _CrossEntropy(_Loss, total=False):
+class _CrossEntropy(_Loss, _Codes, total=False):
     class_weight: Tensor | None
     dft: bool
     loss_weights: Sequence[float] | None
@@ -125,7 +133,7 @@ class CrossEntropyWithLogSumSqProbs(_CrossEntropy, _Lse, _Logprobs, _Entropy, _T
 class CrossEntropyOrMore(_CrossEntropy, _Lse, _Logprobs, _Entropy, _Top1, _LogSumSqProbs): ...
 
 
-class CrossEntropyOfSeveral(_EveryCall, _Lse, _Logprobs, _Entropy, _Top1, _LogSumSqProbs, total=False):
+class CrossEntropyOfSeveral(_EveryCall, _Codes, _Lse, _Logprobs, _Entropy, _Top1, _LogSumSqProbs, total=False):
     """Options of a call of several hidden states: some are one for all, or one for each."""
 
     temperature: Tensor | float | Sequence[Tensor | float] | None
@@ -145,19 +153,19 @@ class CrossEntropyOfSeveral(_EveryCall, _Lse, _Logprobs, _Entropy, _Top1, _LogSu
 # linear_logprobs
 
 
-class LogprobsAlone(_Layer, _NoEntropy, _NoTop1, _NoLogSumSqProbs): ...
+class LogprobsAlone(_Scored, _NoEntropy, _NoTop1, _NoLogSumSqProbs): ...
 
 
-class LogprobsWithEntropy(_Layer, _WithEntropy, _Top1, _LogSumSqProbs): ...
+class LogprobsWithEntropy(_Scored, _WithEntropy, _Top1, _LogSumSqProbs): ...
 
 
-class LogprobsWithTop1(_Layer, _Entropy, _WithTop1, _LogSumSqProbs): ...
+class LogprobsWithTop1(_Scored, _Entropy, _WithTop1, _LogSumSqProbs): ...
 
 
-class LogprobsWithLogSumSqProbs(_Layer, _Entropy, _Top1, _WithLogSumSqProbs): ...
+class LogprobsWithLogSumSqProbs(_Scored, _Entropy, _Top1, _WithLogSumSqProbs): ...
 
 
-class LogprobsOrMore(_Layer, _Entropy, _Top1, _LogSumSqProbs): ...
+class LogprobsOrMore(_Scored, _Entropy, _Top1, _LogSumSqProbs): ...
 
 
 # linear_logprobs_at

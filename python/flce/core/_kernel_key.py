@@ -38,6 +38,8 @@ class KernelKey(NamedTuple):
     whole_vocab_size: int = 0  # 0: the weight is whole
     padded_vocab_size: int = 0  # the most rows that a rank has
     grad_hidden_dtype: torch.dtype | None = None  # None: dtype
+    weight_format: str = ""  # e4m3 or nvfp4: the weight is codes, whatever weight_dtype says
+    weight_block: int = 0
 
     def hidden_bytes(self, num_tokens: int) -> int:
         return num_tokens * self.hidden_size * self.dtype.itemsize
@@ -50,8 +52,12 @@ class KernelKey(NamedTuple):
             parts.append(f"grad_hidden_dtype={DTYPE_NAMES[self.grad_hidden_dtype]}")
         if self.hidden_major:
             parts.append("layout=hidden_major")
-        if self.weight_dtype != self.dtype:
+        if self.weight_format:
+            parts.append(f"weight_dtype={self.weight_format}")
+        elif self.weight_dtype != self.dtype:
             parts.append(f"weight_dtype={DTYPE_NAMES[self.weight_dtype]}")
+        if self.weight_block:
+            parts.append(f"weight_block={self.weight_block}")
         if self.grad_weight_dtype != self.weight_dtype:
             parts.append(f"grad_weight_dtype={DTYPE_NAMES[self.grad_weight_dtype]}")
         if self.accumulate:

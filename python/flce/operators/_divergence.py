@@ -43,8 +43,8 @@ class _Heads(NamedTuple):
         return self.hidden.new_zeros(self.hidden.shape[0], dtype=torch.int64) if self.target is None else self.target
 
     def kernel(self, options: str, workspace_limit_bytes: int, place: _passes.Place | None) -> _kernels.LoadedKernel:
-        given = {"bias": self.bias is not None, "temperature": self.temperature is not None}
-        return _passes.kernel_of(self.hidden, self.weight, options, workspace_limit_bytes, place, **given)
+        biased, tempered = self.bias is not None, self.temperature is not None
+        return _passes.kernel_of(self.hidden, self.weight, options, workspace_limit_bytes, place, bias=biased, temperature=tempered)
 
     def retained_of(self) -> tuple[Tensor | None, ...]:
         return tuple(self)

@@ -16,7 +16,16 @@ from flce.core._kernel_key import KernelKey
 from flce.parallel import _layouts, _parallel
 
 IGNORED = -100
+Rule = tuple[int, int]  # ignore_index and reduction
+_EACH: Rule = (IGNORED, _native.REDUCTION_NONE)
 SUMS, MIXTURE = 0, 1  # walks of a divergence over ranks, FLCE_WALK_...
+
+
+class Codes(NamedTuple):
+    """Form of a weight that is no numbers."""
+
+    format: str  # e4m3 or nvfp4
+    block: int  # rows and columns that have a scale; 0: a row has one, or a group
 
 
 class Place(NamedTuple):
@@ -49,26 +58,39 @@ def place_of(
 
 
 def kernel_of(
-    hidden: Tensor, weight: Tensor, options: str, workspace_limit_bytes: int, place: Place | None, *, bias: bool, temperature: bool
+    hidden: Tensor,
+    weight: Tensor,
+    options: str,
+    workspace_limit_bytes: int,
+    place: Place | None,
+    *,
+    bias: bool,
+    temperature: bool,
+    class_offset: bool = False,
+    token_weight: bool = False,
+    codes: Codes | None = None,
 ) -> _kernels.LoadedKernel:
+    dtype = weight.dtype if codes is None else hidden.dtype
     key = KernelKey(
         device=hidden.device,
         hidden_size=hidden.shape[1],
         vocab_size=weight.shape[0],
         dtype=hidden.dtype,
-        hidden_major=is_hidden_major(weight),
-        weight_dtype=weight.dtype,
-        grad_weight_dtype=weight.dtype,
+        hidden_major=codes is None and is_hidden_major(weight),
+        weight_dtype=dtype,
+        grad_weight_dtype=dtype,
         accumulate=False,
         bias=bias,
         class_weight=False,
-        class_offset=False,
+        class_offset=class_offset,
         class_groups=False,
         temperature=temperature,
-        token_weight=False,
+        token_weight=token_weight,
         options=options,
         workspace_limit_bytes=workspace_limit_bytes,
         num_tokens=_kernel_key.planned_tokens(hidden.shape[0], workspace_limit_bytes),
+        weight_format="" if codes is None else codes.format,
+        weight_block=0 if codes is None else codes.block,
     )
     if place is not None:
         # A hidden-major weight's rows are as long as it has classes, so that ranks' kernels may differ.
@@ -92,10 +114,10 @@ def as_read(tensors: Mapping[str, Tensor | None], weight: Tensor) -> dict[str, T
     return made
 
 
-def run(kernel: _kernels.LoadedKernel, args: Any, function: Any, tensors: Mapping[str, Tensor], size: int) -> None:
+def run(kernel: _kernels.LoadedKernel, args: Any, function: Any, tensors: Mapping[str, Tensor], size: int, rule: Rule = _EACH) -> None:
     """One pass with these tensors, which lie without gaps but may be parts of others."""
     views = {name: _view(kernel, _frame.DTYPE_CODES[each.dtype], each.data_ptr(), tuple(each.shape)) for name, each in tensors.items()}
-    args.struct_size, args.ignore_index, args.reduction = ctypes.sizeof(args), IGNORED, _native.REDUCTION_NONE
+    args.struct_size, args.ignore_index, args.reduction = ctypes.sizeof(args), *rule
     for name, view in views.items():
         setattr(args, name, ctypes.addressof(view))
     kernel.run(function, ctypes.addressof(args), size)
@@ -110,6 +132,7 @@ def forward(
     retained: Tensor | None = None,
     lent: bool = False,
     walk: int = SUMS,
+    rule: Rule = _EACH,
 ) -> None:
     """Forward, and over ranks the merge of all ranks' sums. A second walk reads what the first has written. `lent`: `retained` is memory of
     the weight's gradient."""
@@ -120,19 +143,23 @@ def forward(
     size = kernel.workspace_bytes(num_tokens, backward=False)
     if place is None:
         args.invalid_label = ctypes.addressof(word)
-        run(kernel, args, kernel.forward_function, read | written, size)
+        run(kernel, args, kernel.forward_function, read | written, size, rule)
         return
     args.vocab_start, args.walk = place.shard.vocab_start, walk
     fields = _native.partial_sum_fields(kernel._handle)
     mine = kernel.new_floats((fields, num_tokens))
     again = {name: each for name, each in written.items() if walk == MIXTURE and name.endswith("lse")}
-    run(kernel, args, kernel.forward_function, read | again | {"partial_sums": mine}, size)
+    run(kernel, args, kernel.forward_function, read | again | {"partial_sums": mine}, size, rule)
     everyone = _parallel.gathered(place.group, mine, place.parallel.ranks)
     merge = _native.call_arguments().merge()
     merge.invalid_label, merge.walk = ctypes.addressof(word), walk
-    of_merge = {name: read[name] for name in ("target", "temperature") if name in read} | written | {"all_partial_sums": everyone}
+    of_merge = (
+        {name: read[name] for name in ("target", "temperature", "token_weight", "num_valid") if name in read}
+        | written
+        | {"all_partial_sums": everyone}
+    )
     size = _native.workspace_bytes(kernel._handle, num_tokens, _native.MERGE)
-    run(kernel, merge, kernel._library.flce_kernel_merge, of_merge, size)
+    run(kernel, merge, kernel._library.flce_kernel_merge, of_merge, size, rule)
 
 
 def _retain_in(args: Any, retained: Tensor | None, lent: bool) -> None:
@@ -149,13 +176,14 @@ def backward(
     retained: Tensor | None,
     *,
     lent: bool = False,
+    rule: Rule = _EACH,
 ) -> None:
     """Backward; over ranks grad_hidden is the sum of all ranks'. `lent`: forward's."""
     args = _native.call_arguments().backward()
     _retain_in(args, retained, lent)
     if place is not None:
         args.vocab_start = place.shard.vocab_start
-    run(kernel, args, kernel.backward_function, read | made, kernel.workspace_bytes(read["target"].shape[0]))
+    run(kernel, args, kernel.backward_function, read | made, kernel.workspace_bytes(read["target"].shape[0]), rule)
     if place is not None and "grad_hidden" in made:
         _parallel.start_sum(place.group, made["grad_hidden"], place.parallel)[1].wait()
 

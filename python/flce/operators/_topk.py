@@ -21,7 +21,7 @@ def _forward_kernel(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
     of_tokens = {"target": target, "temperature": temperature}
     there = {"bias": bias is not None, "temperature": temperature is not None}
     place = _passes.place_of(parallel, hidden, weight, of_tokens, options, there)
-    kernel = _passes.kernel_of(hidden, weight, options, workspace_limit_bytes, place, **there)
+    kernel = _passes.kernel_of(hidden, weight, options, workspace_limit_bytes, place, bias=there["bias"], temperature=there["temperature"])
     num_tokens = hidden.shape[0]
     logprobs, lse = kernel.new_floats((num_tokens, k)), kernel.new_floats(num_tokens)
     ids = hidden.new_empty((num_tokens, k), dtype=torch.int64)

@@ -1,0 +1,158 @@
+"""The operators flce::linear_quantized and flce::linear_quantized_backward: a layer whose weight is codes and scales, and frozen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flce import errors
+from flce.call import _op
+from flce.core import _frame, _kernels, _native
+from flce.operators import _passes
+
+
+class _Inputs(NamedTuple):
+    """The inputs of both passes, as the ABI names them."""
+
+    hidden: Tensor
+    weight: Tensor  # [V, D] or [V, D / 2]
+    weight_scale: Tensor
+    weight_tensor_scale: Tensor | None
+    target: Tensor
+    bias: Tensor | None
+    class_offset: Tensor | None
+    temperature: Tensor | None
+    token_weight: Tensor | None
+    num_valid: Tensor | None
+
+    def place(self, options: str, parallel: str, *, backward: bool = False) -> _passes.Place | None:
+        of_tokens = {"target": self.target, "temperature": self.temperature, "token_weight": self.token_weight}
+        given = {name: getattr(self, name) is not None for name in ("bias", "class_offset", *of_tokens)}
+        return _passes.place_of(parallel, self.hidden, self.weight, of_tokens, options, given, backward=backward)
+
+    def kernel(self, options: str, workspace_limit_bytes: int, place: _passes.Place | None) -> _kernels.LoadedKernel:
+        flags = {name: getattr(self, name) is not None for name in ("bias", "class_offset", "temperature", "token_weight")}
+        return _passes.kernel_of(self.hidden, self.weight, options, workspace_limit_bytes, place, codes=self.codes(), **flags)
+
+    def codes(self) -> _passes.Codes:
+        nvfp4 = self.weight_tensor_scale is not None
+        return _passes.Codes("nvfp4" if nvfp4 else "e4m3", 128 if not nvfp4 and self.weight_scale.dim() == 2 else 0)
+
+    def as_read(self) -> dict[str, Tensor]:
+        return {name: _frame._aligned(each.contiguous()) for name, each in self._asdict().items() if each is not None}
+
+
+def _forward_kernel(*given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(loss, [N] with reduction "none", the other values [values, N], what backward reads [saved, N], top1 [N])"""
+    *tensors, options, ignore_index, reduction, workspace_limit_bytes, parallel = given
+    inputs = _Inputs(*tensors)
+    place = inputs.place(options, parallel)
+    kernel = inputs.kernel(options, workspace_limit_bytes, place)
+    outputs, num_tokens = _frame.outputs_of(options), inputs.hidden.shape[0]
+    loss, values, saved = (kernel.new_floats(shape) for shape in _shapes(outputs, num_tokens, reduction))
+    top1 = inputs.hidden.new_empty(num_tokens if outputs.top1 else 0, dtype=torch.int64)
+    written = dict(zip(outputs.saved, saved.unbind(0), strict=True))
+    copied = []
+    for name, value in zip(_values(outputs), values.unbind(0), strict=True):
+        if written.setdefault(name, value) is not value:
+            copied.append((value, written[name]))
+    if "loss" in outputs.values:
+        written["loss"] = loss
+    if outputs.top1:
+        written["top1"] = top1
+    _passes.forward(kernel, place, inputs.as_read(), written, rule=(ignore_index, reduction))
+    for value, statistic in copied:  # the caller may change an output in place
+        value.copy_(statistic)
+    return loss, values, saved, top1
+
+
+def _values(outputs: _frame.Outputs) -> tuple[str, ...]:
+    return tuple(name for name in outputs.values if name != "loss")
+
+
+def _shapes(outputs: _frame.Outputs, num_tokens: int, reduction: int) -> tuple[tuple[int, ...], ...]:
+    loss = () if reduction != _native.REDUCTION_NONE else (num_tokens,)
+    return loss if "loss" in outputs.values else (0,), (len(_values(outputs)), num_tokens), (len(outputs.saved), num_tokens)
+
+
+def _backward_kernel(*given: Any) -> tuple[Tensor, Tensor]:
+    grad_loss, grad_values, saved, *tensors, options, ignore_index, reduction, workspace_limit_bytes, parallel, wanted = given
+    inputs = _Inputs(*tensors)
+    place = inputs.place(options, parallel, backward=True)
+    kernel = inputs.kernel(options, workspace_limit_bytes, place)
+    outputs, num_tokens = _frame.outputs_of(options), inputs.hidden.shape[0]
+    shapes = _shapes(outputs, num_tokens, reduction)
+    if [tuple(each.shape) for each in (grad_loss, grad_values, saved)] != list(shapes):
+        raise errors.ShapeError("something changed the tensors of a quantised layer between forward and backward")
+    read = inputs.as_read() | dict(zip(outputs.saved, saved.contiguous().unbind(0), strict=True))
+    if "loss" in outputs.values:
+        read["grad_loss"] = grad_loss.resolve_neg().contiguous()
+    for name, gradient in zip(_values(outputs), grad_values.resolve_neg().contiguous().unbind(0), strict=True):
+        if name in _frame.DIFFERENTIABLE:
+            read[f"grad_{name}"] = gradient
+    made = {f"grad_{name}": torch.empty_like(read[name]) for name, want in zip(("hidden", "bias"), wanted, strict=True) if want}
+    if made:
+        _passes.backward(kernel, place, read, made, None, rule=(ignore_index, reduction))
+    none = grad_values.new_empty(0)
+    return made.get("grad_hidden", none), made.get("grad_bias", none)
+
+
+def _forward_fake(*given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    hidden, (*_, options, _, reduction, _, _) = given[0], given
+    outputs = _frame.outputs_of(options)
+    loss, values, saved = (hidden.new_empty(shape, dtype=torch.float32) for shape in _shapes(outputs, hidden.shape[0], reduction))
+    return loss, values, saved, hidden.new_empty(hidden.shape[0] if outputs.top1 else 0, dtype=torch.int64)
+
+
+def _backward_fake(*given: Any) -> tuple[Tensor, Tensor]:
+    _, grad_values, _, *tensors, _, _, _, _, _, wanted = given
+    inputs, none = _Inputs(*tensors), grad_values.new_empty(0)
+    bias = inputs.bias.new_empty(inputs.bias.shape) if wanted[1] and inputs.bias is not None else none
+    return inputs.hidden.new_empty(inputs.hidden.shape) if wanted[0] else none, bias
+
+
+_GIVEN = (
+    "Tensor hidden, Tensor weight, Tensor weight_scale, Tensor? weight_tensor_scale, Tensor target, Tensor? bias, Tensor? class_offset, "
+    "Tensor? temperature, Tensor? token_weight, Tensor? num_valid, str options, int ignore_index, int reduction, "
+    "int workspace_limit_bytes, str parallel"
+)
+_SCHEMAS = {
+    "linear_quantized": f"({_GIVEN}) -> (Tensor loss, Tensor values, Tensor saved, Tensor top1)",
+    "linear_quantized_backward": f"(Tensor grad_loss, Tensor grad_values, Tensor saved, {_GIVEN}, bool[2] wanted) -> (Tensor, Tensor)",
+}
+_WAYS = {"linear_quantized": "_forward", "linear_quantized_backward": "_backward"}
+_TRAINED = (0, 5)  # places of hidden and bias
+_NO_TENSORS = 5  # options, ignore_index, reduction, workspace_limit_bytes, parallel
+
+
+def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+    tensors, ctx.options = inputs[:-_NO_TENSORS], inputs[-_NO_TENSORS:]
+    *_, saved, top1 = output
+    ctx.mark_non_differentiable(saved, top1)
+    ctx.save_for_backward(saved, *tensors)
+
+
+def _backward(ctx: Any, grad_loss: Tensor, grad_values: Tensor, *_: Any) -> tuple[Any, ...]:
+    saved, *tensors = ctx.saved_tensors
+    places: list[Any] = [None] * (len(tensors) + _NO_TENSORS)
+    wanted = [ctx.needs_input_grad[place] for place in _TRAINED]
+    made = torch.ops.flce.linear_quantized_backward(grad_loss, grad_values, saved, *tensors, *ctx.options, wanted)
+    gradients: list[Tensor | None] = [each if want else None for each, want in zip(made, wanted, strict=True)]
+    if torch.is_grad_enabled():
+        gradients = _op.refuse_second_derivative(gradients, (grad_loss, grad_values, *(tensors[place] for place in _TRAINED)))
+    for place, gradient in zip(_TRAINED, gradients, strict=True):
+        places[place] = gradient
+    return tuple(places)
+
+
+if _passes.define(_SCHEMAS, __name__, _WAYS):
+    torch.library.register_autograd(
+        "flce::linear_quantized",
+        _passes.of_module(__name__, "_backward"),
+        setup_context=_passes.of_module(__name__, "_setup_context"),
+        lib=vars(torch.ops.flce)["_library"],
+    )
+run: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]] = torch.ops.flce.linear_quantized.default
