@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from flce import errors
-from flce.call import _call, _depths, _heads, _named, _quantized
+from flce.call import _call, _depths, _heads, _named
 from flce.call._arguments import check_ids, check_one_divisor, check_teacher
 from flce.call._options import call_options, parameters_of, taken_by, way_of
 from flce.call._spec_text import is_support, number
 from flce.call._targets import check_ignore_index, check_tensors, refuse_impossible_teachers, targets_of
+from flce.operators import _codes
 from flce.parallel import _parallel, _sharded_call
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ class _Given:
         scales = [self.tensors.pop(name, None) for name in ("weight_scale", "weight_tensor_scale")]
         if scales[0] is not None:
             of_scales = dict(zip(("weight_scale", "weight_tensor_scale"), scales, strict=True))
-            return _quantized.run(self.parallel, hidden, self.weight, target, options, **of_scales, **self.tensors)
+            return _codes.run(self.parallel, hidden, self.weight, target, options, **of_scales, **self.tensors)
         if scales[1] is not None:
             raise errors.ArgumentError("weight_tensor_scale is given and weight_scale is None; it goes with an NVFP4 weight's scales")
         if self.parallel is not None:

@@ -102,7 +102,7 @@ def get_kernel(
     CacheMissError.
     """
     kind = _dtype("dtype", dtype)
-    weight_format = "" if weight_dtype is None else _FORMATS.get(weight_dtype, "")
+    weight_format = _FORMATS.get(weight_dtype, "") if isinstance(weight_dtype, (str, torch.dtype)) else ""
     weight_kind = kind if weight_dtype is None or weight_format else _dtype("weight_dtype", weight_dtype)
     wide = weight_kind if grad_weight_dtype is None else _dtype("grad_weight_dtype", grad_weight_dtype)
     asked = _options.asked_outputs(

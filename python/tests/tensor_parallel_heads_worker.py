@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rank_support import device, run_main
-from tensor_parallel_support import TOKENS, VOCAB, Layer, close, leaf, same_on_every_rank
+from rank_support import device, generator, run_main
+from tensor_parallel_support import HIDDEN, TOKENS, VOCAB, Layer, close, leaf, same_on_every_rank
 from tensor_parallel_worker import compare
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -182,6 +182,39 @@ def given_on_some_ranks(warm: bool) -> None:
                 raise AssertionError(f"{name} of one rank was taken")
 
 
+def quantized(form: str) -> None:
+    """Codes whose scales begin with a rank's own first row, beside the dequantised weight of the whole layer."""
+    layer = Layer(torch.bfloat16)
+    if form == "nvfp4":
+        codes = torch.randint(0, 256, (VOCAB, HIDDEN // 2), generator=generator(9)).to(torch.uint8)
+        scale = layer.weight[:, :4].abs().to(torch.float8_e4m3fn)
+        table = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+        numbers = torch.stack([codes & 15, codes >> 4], dim=-1).view(VOCAB, HIDDEN).long()
+        dense = torch.where(numbers < 8, 1.0, -1.0) * table[numbers % 8] * (scale.float() * 0.3).repeat_interleave(16, 1)
+    else:
+        codes, scale = (layer.weight * 100).to(torch.float8_e4m3fn), layer.class_weight / 50
+        dense = codes.float() * scale[:, None]
+    more: dict[str, Any] = {"weight_tensor_scale": 0.3} if form == "nvfp4" else {}
+    options: dict[str, Any] = {
+        "temperature": layer.temperature,
+        "token_weight": layer.token_weight,
+        "reduction": "weighted_mean",
+        "return_entropy": True,
+        "return_lse": True,
+    }
+    whole, hidden = leaf(layer.hidden), leaf(layer.hidden)
+    expected = flce.linear_cross_entropy(whole, dense.bfloat16(), layer.target, bias=layer.bias, **options)
+    part = codes[layer.begin : layer.end]
+    over = {"bias": layer.mine(layer.bias), "process_group": layer.group, "weight_scale": scale[layer.begin : layer.end]}
+    found = flce.linear_cross_entropy(hidden, part, layer.target, **over, **more, **options)
+    for got, right in zip(found, expected, strict=True):
+        close(got, right)
+    for made in (expected, found):
+        (made[0] + made[1].sum() - 0.3 * made[2].sum()).backward()
+    same_on_every_rank(*found, hidden.grad)
+    close(hidden.grad, whole.grad, torch.bfloat16)
+
+
 def top_k(k: int, dtype: torch.dtype) -> None:
     layer = Layer(dtype)
     options: dict[str, Any] = {"temperature": layer.temperature, "softcap": 5.0}
@@ -204,6 +237,7 @@ CASES: list[tuple[Any, ...]] = [
     *((divergence_of_few_classes, of_rank) for of_rank in (0, 1)),
     *((given_on_some_ranks, warm) for warm in (False, True)),
     *((top_k, k, dtype) for k in (1, 64, 150) for dtype in (torch.float32, torch.bfloat16)),
+    *((quantized, form) for form in ("e4m3", "nvfp4")),
     *((distillation, share) for share in (0.0, 0.4)),
     *((distillation_over_tokens, form) for form in ("plain", "second dimension", "DTensors")),
     *((function, sequence) for function in (logprobs_at, several_depths) for sequence in (False, True)),
