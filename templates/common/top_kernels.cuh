@@ -71,7 +71,7 @@ private:
 /// Adds up the lanes' sums of a row, relative to the largest logit of all: one exponential, where merging pairs takes five. Every lane gets
 /// the same bits.
 template <class Problem>
-__device__ __forceinline__ RowSums merge_lanes(const RowSums& mine) {
+__device__ __forceinline__ RowSums merge_warp(const RowSums& mine) {
     float largest = mine.max;
 #pragma unroll
     for (int lanes = 1; lanes < 32; lanes *= 2) largest = fmaxf(largest, of_other_lane(largest, lanes));
@@ -93,7 +93,7 @@ __device__ __forceinline__ RowSums merge_lanes(const RowSums& mine) {
 template <class Problem>
 __device__ __forceinline__ RowSums merge_top_sums(const TopClassesParams& p, int row, long long partial_rows, int splits) {
     using Fields = PartialFields<Problem>;
-    RowSums sums = merge_lanes<Problem>(merge_splits<Problem, 32, 4>(p.partials + row, Fields::kCount * partial_rows, partial_rows,
+    RowSums sums = merge_warp<Problem>(merge_splits<Problem, 32, 4>(p.partials + row, Fields::kCount * partial_rows, partial_rows,
                                                                      static_cast<int>(threadIdx.x) % 32, splits));
     if (p.running == nullptr) return sums;
     if (p.kept_before != 0) sums = merge(Fields::load(p.running + row, p.running_rows), sums);
