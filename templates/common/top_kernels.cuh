@@ -94,7 +94,7 @@ template <class Problem>
 __device__ __forceinline__ RowSums merge_top_sums(const TopClassesParams& p, int row, long long partial_rows, int splits) {
     using Fields = PartialFields<Problem>;
     RowSums sums = merge_warp<Problem>(merge_splits<Problem, 32, 4>(p.partials + row, Fields::kCount * partial_rows, partial_rows,
-                                                                     static_cast<int>(threadIdx.x) % 32, splits));
+                                                                    static_cast<int>(threadIdx.x) % 32, splits));
     if (p.running == nullptr) return sums;
     if (p.kept_before != 0) sums = merge(Fields::load(p.running + row, p.running_rows), sums);
     __syncwarp();  // every lane has read it

@@ -78,10 +78,11 @@ constexpr Variant kNvfp4Everything = {
 class CudaSourceCompile : public testing::TestWithParam<std::tuple<const char*, Variant>> {};
 
 constexpr const char* kArchitectures[] = {"sm_80", "sm_90a", "sm_100a", "sm_120"};
-constexpr Variant kVariants[] = {kPlain,   kEverything,        kFp16HiddenMajor, kFp32Everything,    kFp32Weight, kTokens,
-                                 kGroups,  kGroupsEverything,  kTeacher,         kTeacherEverything, kShard,      kShardEverything,
-                                 kSupport, kSupportEverything, kSupportShallow,  kManyNames,         kHeads,      kHeadsOptions,
-                                 kHeadsBias, kE4m3,             kE4m3Blocks,      kNvfp4Everything};
+constexpr Variant kVariants[] = {kPlain,      kEverything,      kFp16HiddenMajor,  kFp32Everything,    kFp32Weight,
+                                 kTokens,     kGroups,          kGroupsEverything, kTeacher,           kTeacherEverything,
+                                 kShard,      kShardEverything, kSupport,          kSupportEverything, kSupportShallow,
+                                 kManyNames,  kHeads,           kHeadsOptions,     kHeadsBias,         kE4m3,
+                                 kE4m3Blocks, kNvfp4Everything};
 
 // Every path with every option, and each architecture, are quick. Architectures without a path of their own have the kernels of sm_80.
 Level level_of(std::string_view arch, std::string_view variant) {
