@@ -23,6 +23,15 @@ private:
     std::uint64_t next_ = 0;
 };
 
+/// Half of the weights that may be quantised are, by their sizes, so that nothing more is drawn.
+inline void quantize_some(Spec& s) {
+    const bool trained =
+        s.tied || s.grad_weight_mode == GradMode::accumulate || s.teacher_top_k > 0 || s.layout != WeightLayout::vocab_major;
+    if (trained || s.dtype == DType::fp32 || s.hidden_size % 16 != 0 || s.vocab_size % 2 == 0) return;
+    s.weight_dtype.reset();
+    s.weight_format = s.vocab_size % 4 == 1 ? WeightFormat::e4m3 : WeightFormat::nvfp4;
+}
+
 inline Spec random_spec(Draw& draw) {
     Spec s;
     s.hidden_size = 8 * (1 + draw.below(20));
@@ -60,6 +69,7 @@ inline Spec random_spec(Draw& draw) {
         }
     }
     s.class_groups = s.teacher_top_k == 0 && s.label_smoothing == 0 && draw.coin(0.5);
+    quantize_some(s);
     return s.normalized();
 }
 
