@@ -223,7 +223,8 @@ def _over_ranks(
     total = starts[-1] + told[-1][1]
     _check_some(total)
     if positives is None:
-        everyones = (torch.tensor(starts, device=queries.device)[:, None] + torch.arange(count, device=queries.device)).reshape(-1)
+        # Made on the device: the copy of a list to it would wait for all that the device has to do.
+        everyones = torch.cat([torch.arange(start, start + count, device=queries.device) for start in starts])
     else:
         everyones = _parallel.gathered(group, positives.long(), ranks)
     over = {"process_group": group, "sequence_parallel": True}

@@ -108,6 +108,25 @@ def first_call_while_capturing() -> None:
         raise AssertionError("a first call was captured")
 
 
+def host_goes_ahead() -> None:
+    """A step never waits for the device, once ranks have agreed on its layer."""
+    step = Step()
+    step.fill(5)
+    queries, documents = (torch.randn(96, HIDDEN, dtype=torch.bfloat16, device="cuda").requires_grad_() for _ in range(2))
+
+    def both() -> None:
+        step.run()
+        flce.info_nce(queries, documents, scale=20.0, process_group=dist.group.WORLD).backward()
+
+    both()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        both()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 def main() -> None:
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -116,6 +135,7 @@ def main() -> None:
     cases: list[tuple[Any, ...]] = [(played_again, sequence, wide) for sequence in (False, True) for wide in (False, True)]
     cases += [(first_call_while_capturing,)]
     cases += [(beside_a_collective, retained) for retained in (False, True)]
+    cases += [(host_goes_ahead,)]
     tell_where_it_hangs()
     for function, *arguments in cases:
         print(f"rank {dist.get_rank()}: {function.__name__}{arguments}", file=sys.stderr, flush=True)

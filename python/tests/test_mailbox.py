@@ -58,8 +58,8 @@ def test_everyone_hears_everyone(ranks: int) -> None:
         chance = random.Random(rank)
         for turn in range(2000 // ranks):
             count = turn % (_mailbox.MOST + 1)
-            told = boxes[rank].tell([turn, rank, -(1 << 63), (1 << 63) - 1, *range(10)][:count])
-            assert told == [(turn, other, -(1 << 63), (1 << 63) - 1, *range(10))[:count] for other in range(ranks)]
+            told = boxes[rank].tell([turn, rank, -(1 << 63), (1 << 63) - 1, *range(26)][:count])
+            assert told == [(turn, other, -(1 << 63), (1 << 63) - 1, *range(26))[:count] for other in range(ranks)]
             if chance.random() < 0.01:
                 time.sleep(2e-3)
 

@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-MOST = 14  # numbers of a rank
+MOST = 30  # numbers of a rank
 _HEAD = struct.Struct("<qII")  # number of the exchange; how many numbers; a checksum of both and of them
 _SLOT = _HEAD.size + 8 * MOST
 _FOLDER = Path("/dev/shm")
