@@ -44,7 +44,7 @@ std::size_t scale_at(const Spec& spec, std::int64_t row, std::int64_t column) {
     return static_cast<std::size_t>(row / spec.weight_block * across + column / spec.weight_block);
 }
 
-QuantizedRows to_nvfp4(const Spec& spec, const std::vector<float>& values) {
+QuantizedRows to_nvfp4(const std::vector<float>& values) {
     QuantizedRows rows;
     rows.codes.resize(values.size() / 2);
     rows.groups.resize(values.size() / kGroup);
@@ -87,7 +87,7 @@ float from_e2m1(std::uint8_t code) {
 }
 
 QuantizedRows quantized(const Spec& spec, const std::vector<float>& values) {
-    if (spec.weight_format == WeightFormat::nvfp4) return to_nvfp4(spec, values);
+    if (spec.weight_format == WeightFormat::nvfp4) return to_nvfp4(values);
     QuantizedRows rows;
     const std::int64_t d = spec.hidden_size;
     const std::int64_t block = spec.weight_block;
