@@ -3,7 +3,9 @@ one is late, has ended, makes another call or lives elsewhere."""
 
 from __future__ import annotations
 
+import os
 import random
+import struct
 import subprocess
 import sys
 import threading
@@ -76,6 +78,10 @@ def test_ranks_of_several_machines_have_none(monkeypatch: pytest.MonkeyPatch) ->
     numbers = iter((7, 7, 8))
     monkeypatch.setattr(_mailbox, "_machine", lambda: next(numbers))
     assert opened(3) == [None] * 3
+    with monkeypatch.context() as hidden:  # processes that do not see each other
+        hidden.setattr(_mailbox, "_machine", lambda: 7)
+        hidden.setattr(_mailbox, "_began", lambda _: -1)
+        assert opened(2) == [None] * 2
     monkeypatch.setattr(_mailbox, "_machine", lambda: 0)
     assert opened(2) == [None] * 2
 
@@ -130,6 +136,72 @@ def test_numbers_of_a_process_that_took_an_ended_ones_place() -> None:
     box._processes[1] = (box._processes[1][0], box._processes[1][1] - 1)
     with pytest.raises(RuntimeError, match="has ended"):
         box.tell([1])
+
+
+def test_a_full_file_system(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = left_behind()
+
+    def full(*_: Any) -> None:
+        raise OSError("no space")
+
+    monkeypatch.setattr(_mailbox.os, "posix_fallocate", full)
+    assert opened(2) == [None] * 2 and left_behind() == before
+
+
+def test_an_opening_that_fails_leaves_nothing() -> None:
+    before = left_behind()
+    told = iter([None, None, KeyboardInterrupt])
+
+    def tell(numbers: Sequence[int]) -> list[tuple[int, ...]]:
+        if next(told) is not None:
+            raise KeyboardInterrupt
+        return [tuple(numbers)]
+
+    with pytest.raises(KeyboardInterrupt):
+        _mailbox.open_between(tell, 0, 1, 60)
+    assert left_behind() == before
+
+
+def test_a_fork_is_no_rank() -> None:
+    box = opened(1)[0]
+    assert box.tell([1]) == [(1,)]
+    child = os.fork()
+    if child == 0:
+        try:
+            box.leave()
+            box.tell([2])
+        except RuntimeError as error:
+            os._exit(0 if "fork of a rank" in str(error) else 1)
+        os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert box.tell([3]) == [(3,)]
+
+
+def test_a_rank_that_left_calls_by_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The late one hears of it at once, and not after the group's timeout; numbers that cannot be told count for no call."""
+    boxes = opened(2)
+    with pytest.raises(struct.error):
+        boxes[0].tell([1 << 63])
+    with monkeypatch.context() as interrupted:
+        interrupted.setattr(boxes[0], "_read", lambda *_: ())
+        for _ in range(3):
+            boxes[0].tell([1])
+    begin = time.monotonic()
+    with pytest.raises(RuntimeError, match="rank 0 of the process group is 2 calls ahead of rank 1"):
+        boxes[1].tell([1])
+    assert time.monotonic() - begin < 10
+
+
+def test_a_rank_that_lets_go_of_the_group() -> None:
+    boxes = opened(2)
+    assert on_ranks(2, lambda rank: boxes[rank].tell([rank]))[0] == [(0,), (1,)]
+    late = threading.Timer(0.1, lambda: boxes[0].tell([2]))
+    late.start()
+    assert boxes[1].tell([3]) == [(2,), (3,)]
+    boxes[1].leave()
+    late.join()  # has read what the other told before it left
+    with pytest.raises(RuntimeError, match="rank 1 of the process group has let go of the group"):
+        boxes[0].tell([5])
 
 
 def test_numbers_that_are_there_in_part() -> None:

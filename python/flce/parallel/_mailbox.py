@@ -1,7 +1,8 @@
 """Numbers that ranks of one machine tell each other through shared memory, in microseconds, where gloo takes a millisecond for them.
 
 A rank has two slots, for exchanges of even and of odd number. It writes its numbers into one of them and reads everyone's. A rank that is
-ahead has at most begun the next exchange, in the other slots: that one ends when all ranks have come, and so has this one by then.
+ahead has at most begun the next exchange, in the other slots: that one ends when all ranks have come, and so has this one by then. A rank
+that left an exchange by an error may be further ahead; the others are told so in the place of its numbers.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ _FOLDER = Path("/dev/shm")
 _SPINS = 500  # looks without a sleep: some 100 µs
 _SHORTEST, _LONGEST = 2e-5, 1e-3  # seconds of sleep between two looks
 _LOOK_FOR_THE_DEAD = 0.25  # seconds
+_LEFT = -1  # number of a rank's exchange once its group is gone
 
 Tell = Callable[[Sequence[int]], list[tuple[int, ...]]]
 
@@ -31,19 +33,28 @@ class Mailbox:
 
     def __init__(self, memory: mmap.mmap, rank: int, processes: list[tuple[int, int]], seconds: float) -> None:
         self._memory, self._rank, self._processes, self._seconds = memory, rank, processes, seconds
+        self._process = os.getpid()
         self._lock = threading.Lock()
         self._number = 0
 
     def tell(self, numbers: Sequence[int]) -> list[tuple[int, ...]]:
-        """Every rank's numbers of 64 bits, at most MOST, in the order of ranks. Raises RuntimeError where a rank has ended, does not come
-        in the group's time, or tells another count of numbers."""
+        """Every rank's numbers of 64 bits, at most MOST, in the order of ranks. Raises RuntimeError where a rank has ended or let go of the
+        group, does not come in the group's time, left an earlier call by an error, or tells another count of numbers; and in a fork."""
+        if os.getpid() != self._process:
+            raise RuntimeError("this process is a fork of a rank of the process group; the rank itself makes the call")
+        packed = struct.pack(f"<{len(numbers)}q", *numbers)
         with self._lock:
             self._number += 1
-            packed = struct.pack(f"<{len(numbers)}q", *numbers)
             at = self._slot(self._rank)
             self._memory[at + _HEAD.size : at + _HEAD.size + len(packed)] = packed
             _HEAD.pack_into(self._memory, at, self._number, len(numbers), self._checksum(len(numbers), packed))
             return [self._read(rank, len(numbers)) for rank in range(len(self._processes))]
+
+    def leave(self) -> None:
+        """Tells the others that this rank makes no further call: its group is gone. The last call's numbers stay for who has not read them."""
+        if os.getpid() == self._process:
+            self._number += 1
+            _HEAD.pack_into(self._memory, self._slot(self._rank), _LEFT, 0, 0)
 
     def _slot(self, rank: int) -> int:
         return (self._number % 2 * len(self._processes) + rank) * _SLOT
@@ -60,6 +71,10 @@ class Mailbox:
             return None
         packed = self._memory[at + _HEAD.size : at + _HEAD.size + 8 * count]
         return (count, packed) if self._checksum(count, packed) == checksum else None
+
+    def _number_of(self, rank: int) -> int:
+        number: int = _HEAD.unpack_from(self._memory, self._slot(rank))[0]
+        return number
 
     def _read(self, rank: int, expected: int) -> tuple[int, ...]:
         found = None
@@ -82,6 +97,13 @@ class Mailbox:
             now = time.monotonic()
             if now - looked > _LOOK_FOR_THE_DEAD:
                 looked = now
+                if (number := self._number_of(rank)) == _LEFT:
+                    raise RuntimeError(f"rank {rank} of the process group has let go of the group")
+                if number > self._number and number == self._number_of(rank):  # seen twice: it is there as a whole
+                    raise RuntimeError(
+                        f"rank {rank} of the process group is {number - self._number} calls ahead of rank {self._rank}: it left one by an "
+                        "error; make the group anew"
+                    )
                 if _began(self._processes[rank][0]) != self._processes[rank][1] and self._look(rank) is None:
                     raise RuntimeError(f"rank {rank} of the process group has ended")
             if now - begin > self._seconds:
@@ -96,19 +118,24 @@ def open_between(tell: Tell, rank: int, ranks: int, seconds: float) -> Mailbox |
     of one machine that see each other. Nothing is left behind in the file system."""
     process = os.getpid()
     everyone = tell([_machine(), process, _began(process), int.from_bytes(os.urandom(7), "little")])
-    if everyone[0][0] == 0 or any(numbers[0] != everyone[0][0] for numbers in everyone):
+    machine, _, _, name = everyone[0]
+    path, memory = _FOLDER / f"flce-{name:x}", None
+    seen = machine != 0 and all(other == machine and _began(pid) == began != -1 for other, pid, began, _ in everyone)
+    if not all(numbers[0] for numbers in tell([int(seen)])):
         return None
-    path = _FOLDER / f"flce-{everyone[0][3]:x}"
-    memory = _map(path, 2 * ranks * _SLOT, make=True) if rank == 0 else None
-    tell([0])  # the file is there
-    if rank != 0:
-        memory = _map(path, 2 * ranks * _SLOT)
-    all_have_it = all(numbers[0] for numbers in tell([int(memory is not None)]))
-    if rank == 0:
-        path.unlink(missing_ok=True)
+    try:
+        if rank == 0:
+            memory = _map(path, 2 * ranks * _SLOT, make=True)
+        tell([0])  # the file is there
+        if rank != 0:
+            memory = _map(path, 2 * ranks * _SLOT)
+        all_have_it = all(numbers[0] for numbers in tell([int(memory is not None)]))
+    finally:
+        if rank == 0 and memory is not None:
+            path.unlink(missing_ok=True)
     if memory is None or not all_have_it:
         return None
-    return Mailbox(memory, rank, [(numbers[1], numbers[2]) for numbers in everyone], seconds)
+    return Mailbox(memory, rank, [(pid, began) for _, pid, began, _ in everyone], seconds)
 
 
 def _map(path: Path, size: int, *, make: bool = False) -> mmap.mmap | None:
@@ -118,9 +145,11 @@ def _map(path: Path, size: int, *, make: bool = False) -> mmap.mmap | None:
         return None
     try:
         if make:
-            os.ftruncate(file, size)
+            os.posix_fallocate(file, 0, size)  # a full file system says so now, and not by a signal at the first write
         return mmap.mmap(file, size)
     except (OSError, ValueError):
+        if make:
+            path.unlink(missing_ok=True)
         return None
     finally:
         os.close(file)

@@ -101,7 +101,10 @@ def told_by_hosts(group: Any, numbers: Sequence[int]) -> list[tuple[int, ...]]:
     """Every rank's numbers of 64 bits, in the order of ranks; each rank gives equally many. Waits for the other ranks and for no device."""
     if group not in _mailboxes:
         by_gloo = functools.partial(_told_by_gloo, group)
-        _mailboxes[group] = _mailbox.open_between(by_gloo, group.rank(), group.size(), _timeout_of(group).total_seconds())
+        made = _mailbox.open_between(by_gloo, group.rank(), group.size(), _timeout_of(group).total_seconds())
+        if made is not None:
+            weakref.finalize(group, made.leave)
+        _mailboxes[group] = made
     mailbox = _mailboxes[group]
     return _told_by_gloo(group, numbers) if mailbox is None or len(numbers) > _mailbox.MOST else mailbox.tell(numbers)
 
