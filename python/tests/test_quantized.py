@@ -161,6 +161,7 @@ def test_a_compiled_call(device: str) -> None:
     check(made, loss(hidden), hidden, device)
 
 
+_NVFP4 = {"weight": torch.ones(CLASSES, HIDDEN // 2, dtype=torch.uint8), "weight_scale": torch.ones(CLASSES, HIDDEN // 16).to(E4M3)}
 REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "class_weight": ({"class_weight": torch.ones(CLASSES)}, flce.ArgumentError, "class_weight is given with weight_scale"),
     "grad_weight_out": ({"grad_weight_out": torch.ones(CLASSES, HIDDEN)}, flce.ArgumentError, "a quantised weight is frozen"),
@@ -172,6 +173,8 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "columns": ({"weight": torch.ones(HIDDEN, CLASSES).to(E4M3).t()}, flce.ArgumentError, "give weight.contiguous()"),
     "fp32": ({"hidden": torch.ones(5, 10, HIDDEN)}, flce.DTypeError, "it must be bfloat16 or float16"),
     "wide_nvfp4": ({"weight": torch.ones(CLASSES, HIDDEN // 2).to(E4M3)}, flce.DTypeError, "two in a byte"),
+    "whole_tensor_scale": ({**_NVFP4, "weight_tensor_scale": torch.tensor(1j)}, flce.DTypeError, "it must be a floating one"),
+    "flag_tensor_scale": ({**_NVFP4, "weight_tensor_scale": True}, flce.DTypeError, "it must be a number"),
     "swizzled": (
         {"weight": torch.ones(CLASSES, HIDDEN // 2, dtype=torch.uint8), "weight_scale": torch.ones(384 * 12).to(E4M3)},
         flce.ShapeError,
@@ -209,3 +212,33 @@ def test_scales_alone_are_refused() -> None:
         flce.linear_cross_entropy(hidden, given["weight"], target, weight_tensor_scale=1.0)
     with pytest.raises(flce.SpecError, match="multiple of 16"):
         flce.linear_cross_entropy(hidden[..., :136], given["weight"][:, :136].contiguous(), target, weight_scale=given["weight_scale"])
+
+
+def test_a_width_that_is_dynamic() -> None:
+    """Dynamo must not take the codes for another format's."""
+    given, _ = quantized("rows", "cpu")
+    weight = given.pop("weight")
+    hidden, target = hidden_of(torch.bfloat16, "cpu")
+    rows = hidden.detach().reshape(-1, HIDDEN)
+    torch._dynamo.maybe_mark_dynamic(rows, 1)
+    call = torch.compile(lambda some: flce.linear_cross_entropy(some, weight, target.reshape(-1), **given), backend="aot_eager")
+    assert torch.equal(call(rows), flce.linear_cross_entropy(rows, weight, target.reshape(-1), **given))
+
+
+def test_scales_of_another_format_in_backward() -> None:
+    given, _ = quantized("rows", "cpu")
+    hidden, target = hidden_of(torch.bfloat16, "cpu")
+    loss = flce.linear_cross_entropy(hidden, given["weight"], target, weight_scale=given["weight_scale"])
+    given["weight_scale"].data = quantized("blocks", "cpu")[0]["weight_scale"]
+    with pytest.raises(flce.ShapeError, match="between forward and backward"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+def test_one_number_for_a_layer_of_one_block(shape: tuple[int, ...]) -> None:
+    given, _ = quantized("rows", "cpu", classes=100)
+    hidden, target = hidden_of(torch.bfloat16, "cpu")
+    some, codes = hidden[..., :64].contiguous(), given["weight"][:, :64].contiguous()
+    labels = target.clamp(max=99)
+    made = flce.linear_cross_entropy(some, codes, labels, weight_scale=torch.full(shape, 0.01))
+    assert torch.equal(made, flce.linear_cross_entropy(some, (codes.float() * 0.01).bfloat16(), labels))

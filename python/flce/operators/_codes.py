@@ -127,7 +127,8 @@ def as_kernels_read(
             f"weight has dtype {weight.dtype} and weight_scale is given; codes are torch.float8_e4m3fn or uint8 [V, D], or of "
             "NVFP4 uint8 [V, D / 2]"
         )
-    if weight.dim() != 2 or weight.shape[1] not in (size, size // 2):
+    # Two comparisons: torch.compile answers `in` wrongly where a size is dynamic.
+    if weight.dim() != 2 or (weight.shape[1] != size and weight.shape[1] != size // 2):
         raise errors.ShapeError(
             f"weight has shape {list(weight.shape)}; codes beside a hidden_size of {size} are [V, {size}], or of NVFP4 [V, {size // 2}]"
         )
@@ -138,6 +139,10 @@ def as_kernels_read(
             "hidden has dtype torch.float32; beside weight_scale it must be bfloat16 or float16: cast it, or use autocast"
         )
     if weight.shape[1] == size:
+        if weight.dtype not in _CODES:
+            raise errors.ShapeError(
+                f"weight is {weight.dtype} {list(weight.shape)}; two codes an element beside a hidden_size of {size} are [V, {size // 2}]"
+            )
         if tensor_scale is not None:
             raise errors.ArgumentError("weight_tensor_scale is given with e4m3 codes; it is NVFP4's: multiply weight_scale by it")
         return weight, _e4m3_scale(weight, scale), None
@@ -149,6 +154,11 @@ def as_kernels_read(
             f"weight_scale is {scale.dtype} {list(scale.shape)}; of NVFP4 codes it must be torch.float8_e4m3fn {groups}, "
             "row by row (not swizzled)"
         )
+    if isinstance(tensor_scale, Tensor):
+        if not tensor_scale.dtype.is_floating_point:
+            raise errors.DTypeError(f"weight_tensor_scale has dtype {tensor_scale.dtype}; it must be a floating one")
+    elif tensor_scale is not None and (isinstance(tensor_scale, bool) or not isinstance(tensor_scale, (int, float))):
+        raise errors.DTypeError(f"weight_tensor_scale is {tensor_scale!r}; it must be a number, or a tensor of one")
     if tensor_scale is None or not isinstance(tensor_scale, Tensor):
         number = torch.full((), 1.0 if tensor_scale is None else float(tensor_scale), dtype=torch.float32, device=hidden.device)
         return weight.view(torch.uint8), scale, number
@@ -162,11 +172,11 @@ def _e4m3_scale(weight: Tensor, scale: Tensor) -> Tensor:
         raise errors.DTypeError(f"weight_scale has dtype {scale.dtype}; beside e4m3 codes allowed are float32, bfloat16, float16")
     rows, columns = weight.shape
     blocks = [-(-rows // BLOCK), -(-columns // BLOCK)]
-    if scale.numel() == 1 and rows > 1 and blocks != [1, 1]:
+    if scale.numel() == 1 and rows > 1 and (scale.dim() < 2 or blocks != [1, 1]):
         scale = scale.reshape(1).expand(rows)
     elif list(scale.shape) == [rows, 1]:
         scale = scale.reshape(rows)
-    elif list(scale.shape) not in ([rows], blocks):
+    elif list(scale.shape) != [rows] and list(scale.shape) != blocks:
         raise errors.ShapeError(
             f"weight_scale has shape {list(scale.shape)}; it must be [{rows}] (a scale a row), {blocks} (a scale for 128 x 128 "
             "numbers) or one number"

@@ -86,7 +86,7 @@ def _backward_kernel(*given: Any) -> tuple[Tensor, Tensor]:
     outputs, num_tokens = _frame.outputs_of(options), inputs.hidden.shape[0]
     shapes = _shapes(outputs, num_tokens, reduction)
     if [tuple(each.shape) for each in (grad_loss, grad_values, saved)] != list(shapes):
-        raise errors.ShapeError("something changed the tensors of a quantised layer between forward and backward")
+        raise errors.ShapeError(_CHANGED)
     read = inputs.as_read() | dict(zip(outputs.saved, saved.contiguous().unbind(0), strict=True))
     if "loss" in outputs.values:
         read["grad_loss"] = grad_loss.resolve_neg().contiguous()
@@ -114,6 +114,7 @@ def _backward_fake(*given: Any) -> tuple[Tensor, Tensor]:
     return inputs.hidden.new_empty(inputs.hidden.shape) if wanted[0] else none, bias
 
 
+_CHANGED = "something (a hook on saved tensors, or .data) changed the tensors of a quantised layer between forward and backward"
 _GIVEN = (
     "Tensor hidden, Tensor weight, Tensor weight_scale, Tensor? weight_tensor_scale, Tensor target, Tensor? bias, Tensor? class_offset, "
     "Tensor? temperature, Tensor? token_weight, Tensor? num_valid, str options, int ignore_index, int reduction, "
@@ -132,11 +133,19 @@ def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
     tensors, ctx.options = inputs[:-_NO_TENSORS], inputs[-_NO_TENSORS:]
     *_, saved, top1 = output
     ctx.mark_non_differentiable(saved, top1)
+    ctx.kinds = _kinds(tensors)
     ctx.save_for_backward(saved, *tensors)
+
+
+def _kinds(tensors: Any) -> list[Any]:
+    """Facts that the format of codes follows from."""
+    return [None if each is None else (each.dtype, each.dim()) for each in tensors]
 
 
 def _backward(ctx: Any, grad_loss: Tensor, grad_values: Tensor, *_: Any) -> tuple[Any, ...]:
     saved, *tensors = ctx.saved_tensors
+    if _kinds(tensors) != ctx.kinds:
+        raise errors.ShapeError(_CHANGED)
     places: list[Any] = [None] * (len(tensors) + _NO_TENSORS)
     wanted = [ctx.needs_input_grad[place] for place in _TRAINED]
     made = torch.ops.flce.linear_quantized_backward(grad_loss, grad_values, saved, *tensors, *ctx.options, wanted)

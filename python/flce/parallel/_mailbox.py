@@ -51,7 +51,7 @@ class Mailbox:
             return [self._read(rank, len(numbers)) for rank in range(len(self._processes))]
 
     def leave(self) -> None:
-        """Tells the others that this rank makes no further call: its group is gone. The last call's numbers stay for who has not read them."""
+        """Tells the others that this rank makes no further call: its group is gone. The last call's numbers stay for those yet to read."""
         if os.getpid() == self._process:
             self._number += 1
             _HEAD.pack_into(self._memory, self._slot(self._rank), _LEFT, 0, 0)
