@@ -89,6 +89,15 @@ __device__ __forceinline__ float ld_global(const float* address, bool there, flo
 __device__ __forceinline__ void ld_global_v4(unsigned (&r)[4], const void* address) {
     asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];\n" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "l"(address) : "memory");
 }
+/// atomicCAS in shared memory, of which NVRTC 13 makes a variable in every module.
+__device__ __forceinline__ unsigned atom_shared_cas(unsigned* address, unsigned expected, unsigned value) {
+    unsigned before;
+    asm volatile("atom.shared.cas.b32 %0, [%1], %2, %3;\n"
+                 : "=r"(before)
+                 : "r"(shared_address(address)), "r"(expected), "r"(value)
+                 : "memory");
+    return before;
+}
 /// Stores without a branch, for where many of a thread's values may be stored, and few are.
 __device__ __forceinline__ void st_global_v2_if(bool stores, void* address, unsigned first, unsigned second) {
     asm volatile("{\n.reg .pred p;\nsetp.ne.s32 p, %0, 0;\n@p st.global.v2.b32 [%1], {%2, %3};\n}\n" ::"r"(static_cast<int>(stores)),

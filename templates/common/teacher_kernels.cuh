@@ -356,7 +356,7 @@ private:
     __device__ __forceinline__ int enter(unsigned entry) const {
         unsigned slot = entry * 2654435761u >> (32 - kTableBits);
         while (true) {
-            const unsigned before = atomicCAS(&shared.table[slot], 0u, entry);
+            const unsigned before = ptx::atom_shared_cas(&shared.table[slot], 0u, entry);
             if (before == 0u) break;
             if ((before & ~kAgain) == entry) {
                 atomicOr(&shared.table[slot], +kAgain);

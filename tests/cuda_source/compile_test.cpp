@@ -98,6 +98,7 @@ Level level_of(std::string_view arch, std::string_view variant) {
     // The path of sm_90a has bf16 and fp16 layers of some depth; others are compiled for it as for sm_80.
     const bool own_path = plain || variant == kTokens.name || variant == kGroups.name || variant == kTeacher.name ||
                           variant == kManyNames.name || variant == kShard.name || variant == kFp32Weight.name || variant == kE4m3.name;
+    if (variant == kE4m3Blocks.name) return Level::quick;
     return (arch == "sm_90a" ? own_path : everything || variant == kFp16HiddenMajor.name) ? Level::quick : Level::nightly;
 }
 
