@@ -1,6 +1,9 @@
+#include <cstring>
+
 #include "autotune/reference.hpp"
 #include "flce/error.hpp"
 #include "runtime/layer/layer.hpp"
+#include "runtime/layer/number_formats.hpp"
 
 namespace flce {
 
