@@ -80,7 +80,7 @@ class Recipe:
     reference: str = "lse"  # reference of E: "lse", "largest", "target", or "first": the largest of the target and the first classes
     octaves: int = 0  # by which exponentials are above 1 at their reference
     stochastic: bool = False
-    turned: int | None = None  # raised to the row's own power of 2, by so many octaves, before E is transposed for grad_weight
+    turned: int | None = None  # octaves by which rows, each by its own power of 2, are raised before E is transposed for grad_weight
     weight_back: str = "exact"
     hidden_back: str = "exact"
 
