@@ -155,6 +155,30 @@ TEST(SharedNumbers, Forward_SharesAndPartialSumsAreTheHosts) {
     }
 }
 
+TEST(SharedNumbers, Forward_StretchesOfARoundedWeightAreWholeWaves) {
+    const Device device = describe_device("h200");
+    const std::int64_t clusters = device.gpu.sm_count / sm90::kClusterBlocks;
+    for (const char* text : {"D=4096,V=128256,weight_dtype=e4m3", "D=2048,V=151936,weight_dtype=fp32"}) {
+        const Spec spec = parse_spec(text).normalized();
+        const Plan plan = choose_plan(spec, device, {});
+        ASSERT_EQ(plan.path, PlanPath::cuda_sm90a);
+        const CudaProgram program = generate_cuda(spec, device, plan);
+        for (const std::int64_t tokens : {2048, 4096, 8192}) {
+            std::int64_t first = 0;  // columns of the first stretch: the last may have fewer
+            std::int64_t rows = 0;
+            for_each_launch(program, program.forward, tokens, [&](const std::string& kernel, const InterpretedLaunch& launch) {
+                if (first > 0 || kernel != "flce_forward") return;
+                first = params_of<ForwardStretchSm90Params>(launch).columns;
+                rows = params_of<ForwardSm90Params>(launch).rows;
+            });
+            const GemmTile& tile = plan.cuda.forward;
+            const std::int64_t tiles = rows / (std::int64_t{sm90::kClusterBlocks} * tile.block_m) * (first / tile.block_n);
+            const std::int64_t waves = (tiles + clusters - 1) / clusters;
+            EXPECT_GE(static_cast<double>(tiles), 0.93 * static_cast<double>(waves * clusters)) << text << ", " << tokens << " tokens";
+        }
+    }
+}
+
 TEST(SharedNumbers, TileOrder_HasEveryTileOnce) {
     for (const int tiles_m : {1, 3, 8, 17}) {
         for (const int tiles_n : {1, 2, 9}) {

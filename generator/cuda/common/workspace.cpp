@@ -70,10 +70,14 @@ bool has_lists(const Plan& plan) { return plan.scratch_bytes >= kLeastScratch; }
 
 std::int64_t partial_bytes(const Plan& plan) { return std::min(kForwardPartialBytes, (plan.scratch_bytes - kReserveBytes) / 2); }
 
-/// A stretch is whole tiles whose rounded weight fits in half of the scratch. Stretches are nearly alike.
+/// A stretch is whole tiles whose rounded weight fits in half of the scratch, or in three quarters where the rest is enough for what lies
+/// beside it. Stretches are nearly alike.
 std::int64_t forward_stretch(const Spec& spec, const Plan& plan, std::int64_t quantum) {
     if (!rounds_weight(spec)) return spec.vocab_size;
-    const std::int64_t most = std::max(multiple_below(plan.scratch_bytes / 2 / rounded_row_bytes(spec), quantum), quantum);
+    constexpr std::int64_t kEnoughBeside = 4 << 20;  // bytes of partial sums, of a list of tokens, and of sums that run
+    const bool enough = plan.scratch_bytes / 4 >= kEnoughBeside && !spec.batch_invariant;
+    const std::int64_t room = enough ? plan.scratch_bytes / 4 * 3 : plan.scratch_bytes / 2;
+    const std::int64_t most = std::max(multiple_below(room / rounded_row_bytes(spec), quantum), quantum);
     const std::int64_t stretches = multiple_above(spec.vocab_size, most) / most;
     return multiple_above(multiple_above(spec.vocab_size, stretches) / stretches, quantum);
 }
@@ -100,7 +104,7 @@ ForwardLayout place_forward(const Spec& spec, const ForwardCut& cut) {
         f.sums_run = true;
         f.stretch = cut.stretch;
         f.stretches = ceil_div(vocab_columns(spec), f.stretch);
-        f.rounded_weight = pieces.take(std::min(f.stretch, spec.vocab_size) * rounded_row_bytes(spec));
+        f.rounded_weight = pieces.take(std::min(cut.most_stretch, spec.vocab_size) * rounded_row_bytes(spec));
         f.running_rows = round_up(n, 32);
         f.running = pieces.take(f.running_rows * field_bytes);
     }

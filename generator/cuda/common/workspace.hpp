@@ -58,7 +58,7 @@ struct ForwardLayout {
     Expr partials{0};
     bool sums_run = false;  ///< whether sums run from one launch to the next, over other columns of the vocabulary: `running`
     // Fields for a weight that is rounded a stretch of the vocabulary at a time: how the stretches are cut, and offsets.
-    std::int64_t stretch = 0;  ///< columns of each but the last
+    Expr stretch{0};  ///< columns of each but the last
     Expr stretches{0};
     Expr rounded_weight{0};  ///< [stretch, D] in the spec's dtype
     Expr running{0};         ///< [fields][running_rows] fp32: every token's sums over the stretches so far
@@ -70,7 +70,8 @@ struct ForwardLayout {
 struct ForwardCut {
     Expr rows{0};                    ///< ForwardLayout::rows
     Expr partials{0};                ///< partial sums of a launch: numbers of each field
-    std::int64_t stretch = 0;        ///< forward_stretch
+    Expr stretch{0};                 ///< columns of a stretch, at most forward_stretch
+    std::int64_t most_stretch = 0;   ///< forward_stretch
     std::int64_t counter_words = 0;  ///< words of 4 bytes
     bool lists = false;              ///< whether ignored tokens may be left out; has_lists
 };
@@ -80,7 +81,7 @@ struct ForwardCut {
 inline constexpr std::int64_t kForwardPartialBytes = 768 << 10;
 /// Most bytes of partial sums where other parts of the pass need scratch too.
 [[nodiscard]] std::int64_t partial_bytes(const Plan& plan);
-/// Columns of the vocabulary that a launch of forward computes: all, or a stretch of whole `quantum`s whose weight is rounded before.
+/// Most columns of the vocabulary that a launch of forward computes: all, or a stretch of whole `quantum`s whose weight is rounded before.
 [[nodiscard]] std::int64_t forward_stretch(const Spec& spec, const Plan& plan, std::int64_t quantum);
 
 /// Keys of a list of a row's classes: TopListSize.

@@ -218,8 +218,10 @@ ForwardLayoutLt forward_layout(const Spec& spec, const Plan& plan) {
     const GemmTile& tile = plan.cuda.forward;
     const Expr most = min(slot(Slot::num_tokens), tile.block_m);
     const std::int64_t stretch = forward_stretch(spec, beside_products(spec, plan), tile.block_n);
-    ForwardLayoutLt f{place_forward(spec, {.rows = tile.block_m, .partials = round_up(most, 32) * most_splits(plan), .stretch = stretch}),
-                      exponentials_layout(spec, plan)};
+    ForwardLayoutLt f{
+        place_forward(
+            spec, {.rows = tile.block_m, .partials = round_up(most, 32) * most_splits(plan), .stretch = stretch, .most_stretch = stretch}),
+        exponentials_layout(spec, plan)};
     Pieces pieces(f.total);
     f.sums = {tile, workspace_at(pieces.take(sums_bytes(tile)))};
     if (has_teacher_head(spec)) f.sums.teacher = workspace_at(pieces.take(sums_bytes(tile)));
@@ -238,8 +240,11 @@ ForwardLayoutLt lent_forward_layout(const Spec& spec, const Plan& plan) {
     const Plan wide = with_lent_tile(plan);
     const GemmTile& tile = wide.cuda.forward;
     const Expr most = min(slot(Slot::num_tokens), tile.block_m);
-    ForwardLayoutLt f{
-        place_forward(spec, {.rows = tile.block_m, .partials = round_up(most, 32) * most_splits(wide), .stretch = spec.vocab_size}), {}};
+    ForwardLayoutLt f{place_forward(spec, {.rows = tile.block_m,
+                                           .partials = round_up(most, 32) * most_splits(wide),
+                                           .stretch = spec.vocab_size,
+                                           .most_stretch = spec.vocab_size}),
+                      {}};
     Pieces pieces(f.total);
     f.gemm_workspace = pieces.take(kGemmWorkspaceBytes);
     const GemmTile last = last_sums(plan);
@@ -284,8 +289,12 @@ ForwardLayoutLt heads_layout(const Spec& spec, const Device& device) {
     const Expr most = round_up(min(n, rows), 32);
     const Expr splits = heads_splits(spec, device, {.rows = most});
     constexpr std::int64_t kTicketWords = sizeof(Tickets) / 4;
-    ForwardLayoutLt f{
-        place_forward(spec, {.rows = rows, .partials = most * splits, .stretch = spec.vocab_size, .counter_words = kTicketWords}), {}};
+    ForwardLayoutLt f{place_forward(spec, {.rows = rows,
+                                           .partials = most * splits,
+                                           .stretch = spec.vocab_size,
+                                           .most_stretch = spec.vocab_size,
+                                           .counter_words = kTicketWords}),
+                      {}};
     Pieces pieces(f.total);
     f.parked = workspace_at(pieces.take(heads_scratch(device).parked_bytes));
     f.total = pieces.end();

@@ -84,7 +84,8 @@ ForwardLayoutSm80 forward_layout(const Spec& spec, const Device& device, const P
     const Expr rows = launch_rows_of(spec, device, plan);
     const Expr most = min(slot(Slot::num_tokens), rows);
     const Expr partials = splits_of(spec, device, plan, most) * round_up(most, 32);
-    return {place_forward(spec, {.rows = rows, .partials = partials, .stretch = stretch_of(spec, plan)}),
+    const std::int64_t stretch = stretch_of(spec, plan);
+    return {place_forward(spec, {.rows = rows, .partials = partials, .stretch = stretch, .most_stretch = stretch}),
             retained_layout(spec, plan, lends(spec, plan))};
 }
 

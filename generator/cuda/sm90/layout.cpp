@@ -33,6 +33,33 @@ std::int64_t stretch_of(const Spec& spec, const Plan& plan) {
     return forward_stretch(spec, plan, std::lcm(block_n, few_tokens_shape(spec, plan).tile.block_n));
 }
 
+/// Columns of a stretch of a rounded weight: `stretch_of`, or one of the next fewer in steps of a tile of either kernel, whichever takes the
+/// least time by whole waves of tiles. `rows`: of a launch.
+Expr quickest_stretch(const Spec& spec, const Device& device, const Plan& plan, const Expr& rows) {
+    const std::int64_t widest = stretch_of(spec, plan);
+    if (!rounds_weight(spec) || spec.batch_invariant) return widest;
+    constexpr int kCandidates = 8;
+    constexpr std::int64_t kLaunches = 16;  // slices of a tile that go by while launches of a stretch begin and end
+    const GemmTile& tile = plan.cuda.forward;
+    const std::int64_t quantum = std::lcm(std::int64_t{tile.block_n}, std::int64_t{few_tokens_shape(spec, plan).tile.block_n});
+    const std::int64_t clusters = std::max(device.gpu.sm_count / kClusterBlocks, 1);
+    const Expr row_clusters = ceil_div(rows, std::int64_t{kClusterBlocks} * tile.block_m);
+    const auto time = [&](std::int64_t columns) {
+        const std::int64_t stretches = multiple_above(spec.vocab_size, columns) / columns;
+        const Expr waves = ceil_div(row_clusters * (columns / tile.block_n), clusters);
+        return (waves * (multiple_above(spec.hidden_size, 64) / 64) + kLaunches) * stretches;
+    };
+    Expr best = widest;
+    Expr best_time = time(widest);
+    for (int fewer = 1; fewer < kCandidates && widest > fewer * quantum; ++fewer) {
+        const std::int64_t columns = widest - fewer * quantum;
+        const Expr of_columns = time(columns);
+        best = select(less(of_columns, best_time), columns, best);
+        best_time = min(of_columns, best_time);
+    }
+    return best;
+}
+
 /// Tiles of a whole stretch.
 std::int64_t forward_tiles(const Spec& spec, const Plan& plan, const GemmTile& tile) {
     return multiple_above(stretch_of(spec, plan), tile.block_n) / tile.block_n;
@@ -202,8 +229,9 @@ ForwardLayoutSm90 forward_layout(const Spec& spec, const Device& device, const P
     const Expr n = slot(Slot::num_tokens);
     const ClusterShare share(spec, device, plan);
     const std::int64_t limit = multiple_above(share.row_clusters * share.cluster_rows, kRowThreads);
-    ForwardCut cut{.stretch = stretch_of(spec, plan), .lists = has_lists(plan)};
+    ForwardCut cut{.most_stretch = stretch_of(spec, plan), .lists = has_lists(plan)};
     cut.rows = round_up(ceil_div(n, max(ceil_div(n, limit), 1)), std::max<std::int64_t>(share.cluster_rows, kRowThreads));
+    cut.stretch = quickest_stretch(spec, device, plan, min(n, cut.rows));
     cut.partials = (ceil_div(min(n, cut.rows), share.cluster_rows) * 2 + share.clusters) * (share.writers * share.cluster_rows);
     if (spec.batch_invariant) {
         cut.partials = round_up(min(n, cut.rows), 32) * (share.tiles * share.writers);
