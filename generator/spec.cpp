@@ -53,6 +53,8 @@ constexpr double kLeastMixture = 0x1p-10;
 /// A row's classes are ranked in shared memory.
 constexpr int kMostTopK = 256;
 constexpr int kWeightBlock = 128;
+/// Sums of products of int8 fit into int32.
+constexpr std::int64_t kMostInt8Depth = 1LL << 17;
 
 /// The weight's form as texts have it.
 std::string_view weight_text(const Spec& s) { return is_quantized(s) ? to_string(s.weight_format) : to_string(weight_dtype(s)); }
@@ -179,6 +181,30 @@ void check_quantized(const Spec& s) {
     }
 }
 
+/// Refuses options that products in 8 bits have no arithmetic for.
+void check_fp8(const Spec& s) {
+    if (s.fp8 > Fp8Operands::e4m3) refuse("fp8", static_cast<int>(s.fp8), "int8 or e4m3, or left out");
+    if (s.fp8_dlogits > Fp8Dlogits::e4m3) refuse("fp8_dlogits", static_cast<int>(s.fp8_dlogits), "e5m2 or e4m3");
+    if (!is_fp8(s)) {
+        if (s.fp8_dlogits != Fp8Dlogits::e5m2) refuse("fp8_dlogits", to_string(s.fp8_dlogits), "left out where there is no fp8");
+        return;
+    }
+    const auto without = [](std::string_view option) { return fmt::format("{} with fp8; leave fp8 out", option); };
+    if (rounds_weight(s)) refuse("weight_dtype", weight_text(s), without("the dtype"));
+    if (s.layout != WeightLayout::vocab_major) refuse("layout", to_string(s.layout), without("vocab_major"));
+    if (is_shard(s)) refuse("whole_vocab_size", s.whole_vocab_size, without("0 (the layer is whole)"));
+    if (s.hidden_size > kMostInt8Depth && s.fp8 == Fp8Operands::int8) {
+        refuse("hidden_size (D)", s.hidden_size, fmt::format("at most {} with fp8=int8, whose sums are int32", kMostInt8Depth));
+    }
+    if (has_teacher_head(s)) refuse("teacher_hidden_size", s.teacher_hidden_size, without("0"));
+    if (s.teacher_top_k != 0) refuse("teacher_top_k", s.teacher_top_k, without("0"));
+    if (s.top_k != 0) refuse("top_k", s.top_k, without("0"));
+    if (s.label_smoothing != 0.0) refuse("label_smoothing", s.label_smoothing, without("0"));
+    if (s.class_groups) refuse("class_groups", true, without("false"));
+    if (s.batch_invariant) refuse("batch_invariant", true, without("false"));
+    if (s.outputs.entropy) refuse("outputs", "entropy", without("other outputs, whose gradients are multiples of probabilities,"));
+}
+
 void check_kinds(const Spec& s) {
     if (s.dtype > DType::fp32) refuse("dtype", static_cast<int>(s.dtype), "bf16, fp16 or fp32");
     if (s.layout > WeightLayout::hidden_major) refuse("layout", static_cast<int>(s.layout), "vocab_major or hidden_major");
@@ -213,11 +239,11 @@ void set_item(SpecBuilder& builder, std::string_view item) {
     if (key.empty()) throw SpecError(fmt::format("spec: '{}' has no key; write key=value or a bare flag between commas", item));
     if (equals != std::string_view::npos) {
         builder.set(key, trimmed(item.substr(equals + 1)));
-    } else if (spec_key_kind(key) == SpecKeyKind::flag) {
-        builder.set(key, "true");
+    } else if (const std::string_view value = bare_value(key); !value.empty()) {
+        builder.set(key, value);
     } else {
         throw SpecError(
-            fmt::format("spec: {} has no value; write {}=value (only flags, such as tied and bias, may stand alone)", key, key));
+            fmt::format("spec: {} has no value; write {}=value (only flags, such as tied and bias, and fp8 may stand alone)", key, key));
     }
 }
 
@@ -232,6 +258,7 @@ Spec Spec::normalized() const {
     if (s.grad_hidden_dtype == s.dtype) s.grad_hidden_dtype.reset();
     check_options(s);
     check_teacher_head(s);
+    check_fp8(s);
     for (double Spec::* value :
          {&Spec::softcap, &Spec::label_smoothing, &Spec::z_loss, &Spec::hard_weight, &Spec::divergence_beta, &Spec::teacher_softcap})
         s.*value += 0.0;  // −0 becomes 0
@@ -289,6 +316,8 @@ bool rounds_weight(const Spec& spec) noexcept { return weight_dtype(spec) != spe
 
 bool is_quantized(const Spec& spec) noexcept { return spec.weight_format != WeightFormat::numbers; }
 
+bool is_fp8(const Spec& spec) noexcept { return spec.fp8 != Fp8Operands::none; }
+
 std::int64_t weight_row_bytes(const Spec& spec) noexcept {
     switch (spec.weight_format) {
         case WeightFormat::numbers: break;
@@ -334,12 +363,30 @@ std::string_view to_string(GradMode mode) noexcept {
     return "?";
 }
 
+std::string_view to_string(Fp8Operands operands) noexcept {
+    switch (operands) {
+        case Fp8Operands::none: return "none";
+        case Fp8Operands::int8: return "int8";
+        case Fp8Operands::e4m3: return "e4m3";
+    }
+    return "?";
+}
+
+std::string_view to_string(Fp8Dlogits dlogits) noexcept {
+    switch (dlogits) {
+        case Fp8Dlogits::e5m2: return "e5m2";
+        case Fp8Dlogits::e4m3: return "e4m3";
+    }
+    return "?";
+}
+
 std::size_t SpecHash::operator()(const Spec& s) const noexcept {
     std::uint64_t bits = 0;
     for (const auto field : {static_cast<std::uint64_t>(s.dtype), static_cast<std::uint64_t>(weight_dtype(s)),
                              static_cast<std::uint64_t>(s.weight_format), static_cast<std::uint64_t>(s.weight_block != 0),
                              static_cast<std::uint64_t>(grad_hidden_dtype(s)), static_cast<std::uint64_t>(s.layout),
-                             static_cast<std::uint64_t>(s.grad_weight_dtype), static_cast<std::uint64_t>(s.grad_weight_mode)}) {
+                             static_cast<std::uint64_t>(s.grad_weight_dtype), static_cast<std::uint64_t>(s.grad_weight_mode),
+                             static_cast<std::uint64_t>(s.fp8) << 1 | static_cast<std::uint64_t>(s.fp8_dlogits)}) {
         bits = bits << 4 | field;
     }
     for (const bool flag : {s.tied, s.bias, s.class_weight, s.class_offset, s.class_groups, s.offset_gradient, s.temperature,

@@ -156,6 +156,9 @@ constexpr std::array kKeys = {
     SpecKey{"teacher_logit_scale", SpecKeyKind::real, [](Spec& s, Text k, Text v) { s.teacher_logit_scale = read_real(k, v); }},
     SpecKey{"teacher_softcap", SpecKeyKind::real, [](Spec& s, Text k, Text v) { s.teacher_softcap = read_real(k, v); }},
     SpecKey{"top_k", SpecKeyKind::integer, [](Spec& s, Text k, Text v) { s.top_k = read_int(k, v); }},
+    SpecKey{"fp8", SpecKeyKind::word, [](Spec& s, Text k, Text v) { s.fp8 = read_enum(k, v, {Fp8Operands::int8, Fp8Operands::e4m3}); }},
+    SpecKey{"fp8_dlogits", SpecKeyKind::word,
+            [](Spec& s, Text k, Text v) { s.fp8_dlogits = read_enum(k, v, {Fp8Dlogits::e5m2, Fp8Dlogits::e4m3}); }},
     SpecKey{"outputs", SpecKeyKind::words, [](Spec& s, Text k, Text v) { s.outputs = read_outputs(k, v); }},
 };
 
@@ -195,6 +198,12 @@ std::optional<DType> parse_dtype(std::string_view name) {
 }
 
 SpecKeyKind spec_key_kind(std::string_view key) { return find_key(key).kind; }
+
+std::string_view bare_value(std::string_view key) {
+    const SpecKey& known = find_key(key);
+    if (known.name == "fp8") return to_string(Fp8Operands::int8);
+    return known.kind == SpecKeyKind::flag ? "true" : "";
+}
 
 std::vector<SpecEntry> spec_entries(const Spec& spec) {
     std::vector<SpecEntry> entries;
@@ -237,6 +246,8 @@ std::vector<SpecEntry> spec_entries(const Spec& spec) {
     add("teacher_logit_scale", spec.teacher_logit_scale != 1.0, real_text(spec.teacher_logit_scale));
     add("teacher_softcap", spec.teacher_softcap != 0.0, real_text(spec.teacher_softcap));
     add("top_k", spec.top_k != 0, std::to_string(spec.top_k));
+    add("fp8", is_fp8(spec), std::string(to_string(spec.fp8)));
+    add("fp8_dlogits", spec.fp8_dlogits != Fp8Dlogits::e5m2, std::string(to_string(spec.fp8_dlogits)));
     add("outputs", spec.outputs != Outputs{}, outputs_text(spec.outputs));
     return entries;
 }

@@ -29,6 +29,10 @@ struct SpecEntry {
 /// Kind of `key`. Throws SpecError listing the keys if there is none of that name.
 [[nodiscard]] SpecKeyKind spec_key_kind(std::string_view key);
 
+/// Value that a key has where it stands alone: "true" of a flag, "int8" of fp8; empty for a key that may not stand alone. Throws SpecError
+/// as spec_key_kind does.
+[[nodiscard]] std::string_view bare_value(std::string_view key);
+
 /// Collects keys in any order, D also as hidden_size and V as vocab_size, then fills in the defaults that depend on other keys.
 class SpecBuilder {
 public:

@@ -74,6 +74,13 @@ Spec random_spec(std::mt19937_64& random) {
         return s;
     }
     s.dft = s.outputs.loss && s.outputs.logprobs && s.teacher_top_k == 0 && coin();
+    if (s.teacher_top_k == 0 && s.layout == WeightLayout::vocab_major && !s.weight_dtype && !s.batch_invariant && !s.outputs.entropy &&
+        coin()) {
+        s.label_smoothing = 0;
+        s.fp8 = coin() ? Fp8Operands::int8 : Fp8Operands::e4m3;
+        s.fp8_dlogits = coin() ? Fp8Dlogits::e5m2 : Fp8Dlogits::e4m3;
+        return s;
+    }
     s.class_groups = s.teacher_top_k == 0 && s.label_smoothing == 0 && coin();
     if (s.class_groups) return s;
     if (!s.weight_dtype && coin()) s.top_k = static_cast<int>(number(1, std::min<std::int64_t>(256, s.vocab_size)));
@@ -339,6 +346,49 @@ TEST(Spec, QuantizedWeight_IsPrintedAsTheWeightDtype) {
     EXPECT_NE(SpecHash{}(rows), SpecHash{}(parse_spec("D=64,V=50,weight_dtype=e4m3,weight_block=128")));
 }
 
+TEST(Spec, Fp8_IsInt8WhereItStandsAlone) {
+    const Spec spec = parse_spec("D=64,V=50,fp8");
+    EXPECT_EQ(spec.text(), "D=64,V=50,dtype=bf16,fp8=int8");
+    EXPECT_EQ(spec.json(), R"({"D":64,"V":50,"dtype":"bf16","fp8":"int8"})");
+    EXPECT_EQ(parse_spec(spec.json()), spec);
+    EXPECT_EQ(spec.fp8, Fp8Operands::int8);
+    EXPECT_EQ(spec.fp8_dlogits, Fp8Dlogits::e5m2);
+    EXPECT_FALSE(rounds_weight(spec)) << "the weight in memory has the dtype's numbers";
+    const Spec e4m3 = parse_spec("D=64,V=50,fp8=e4m3,fp8_dlogits=e4m3,outputs=loss+lse");
+    EXPECT_EQ(e4m3.text(), "D=64,V=50,dtype=bf16,fp8=e4m3,fp8_dlogits=e4m3,outputs=loss+lse");
+    EXPECT_EQ(parse_spec(e4m3.json()), e4m3);
+    EXPECT_FALSE(is_fp8(parse_spec("D=64,V=50,weight_dtype=e4m3"))) << "a weight's codes are dequantised";
+}
+
+TEST(Spec, Fp8_RefusesByNameWhatItHasNoArithmeticFor) {
+    const std::pair<const char*, std::vector<const char*>> cases[] = {
+        {"fp8=e5m2", {"fp8=e5m2", "int8 or e4m3"}},
+        {"fp8,fp8_dlogits=int8", {"fp8_dlogits=int8", "e5m2 or e4m3"}},
+        {"fp8_dlogits=e4m3", {"fp8_dlogits", "no fp8"}},
+        {"fp8_dlogits", {"fp8_dlogits has no value"}},
+        {"fp8,weight_dtype=fp32", {"weight_dtype", "fp32", "leave fp8 out"}},
+        {"fp8,weight_dtype=e4m3", {"weight_dtype", "e4m3", "leave fp8 out"}},
+        {"fp8,layout=hidden_major", {"layout", "leave fp8 out"}},
+        {"fp8,whole_vocab_size=100", {"whole_vocab_size", "leave fp8 out"}},
+        {"fp8,teacher_hidden_size=64", {"teacher_hidden_size", "leave fp8 out"}},
+        {"fp8,teacher_top_k=4", {"teacher_top_k", "leave fp8 out"}},
+        {"fp8,top_k=4", {"top_k", "leave fp8 out"}},
+        {"fp8,label_smoothing=0.1", {"label_smoothing", "leave fp8 out"}},
+        {"fp8,class_groups", {"class_groups", "leave fp8 out"}},
+        {"fp8,batch_invariant", {"batch_invariant", "leave fp8 out"}},
+        {"fp8,outputs=loss+entropy", {"entropy", "leave fp8 out"}},
+    };
+    for (const auto& [keys, parts] : cases) {
+        const std::string message = message_of([&, t = keys] { return parse_spec(std::string("D=64,V=50,") + t); });
+        for (const char* part : parts) EXPECT_THAT(message, HasSubstr(part)) << keys;
+    }
+    EXPECT_THAT(message_of([] { return parse_spec("D=131080,V=50,fp8"); }), AllOf(HasSubstr("hidden_size"), HasSubstr("int32")));
+    for (const char* text : {"D=131080,V=50,fp8=e4m3", "D=131072,V=50,fp8", "D=64,V=50,fp8,tied,dtype=fp16,bias,softcap=30,z_loss=1e-4",
+                             "D=64,V=50,fp8,class_weight,class_offset,temperature,token_weight,logit_scale=2,outputs=loss+lse+logprobs"}) {
+        EXPECT_NO_THROW((void)parse_spec(text)) << text;
+    }
+}
+
 TEST(SpecHash, EveryField_ChangesIt) {
     const Spec base = small().normalized();
     std::vector<Spec> specs(18, base);
@@ -377,6 +427,11 @@ TEST(SpecHash, EveryField_ChangesIt) {
     specs[specs.size() - 4].teacher_softcap = 30;
     specs.push_back(base);
     specs.back().top_k = 4;
+    specs.insert(specs.end(), 3, base);
+    specs[specs.size() - 3].fp8 = Fp8Operands::int8;
+    specs[specs.size() - 2].fp8 = Fp8Operands::e4m3;
+    specs[specs.size() - 1].fp8 = Fp8Operands::e4m3;
+    specs[specs.size() - 1].fp8_dlogits = Fp8Dlogits::e4m3;
     specs.insert(specs.end(), 2, base);
     specs[specs.size() - 1].whole_vocab_size = 100;
     specs[specs.size() - 2].grad_hidden_dtype = DType::fp32;

@@ -87,6 +87,11 @@ Reason support_problem(const Spec& spec, std::string_view path) {
     return fmt::format("support: {} walks the whole vocabulary; a softmax over a token's ids runs on cuda_gather and on CPUs", path);
 }
 
+Reason fp8_problem(const Spec& spec, std::string_view path) {
+    if (!is_fp8(spec)) return std::nullopt;
+    return fmt::format("fp8: runs on CPUs and on Hopper's cuda_fp8, not on {}; leave fp8 out", path);
+}
+
 Reason retain_problem(const Spec& spec) {
     if (spec.top_k > 0) return std::string("retain: exponentials take the place of the logits that a top_k looks at");
     if (spec.batch_invariant)

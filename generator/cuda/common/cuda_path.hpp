@@ -139,6 +139,8 @@ struct CudaPath {
 [[nodiscard]] Reason teacher_head_problem(const Spec& spec, std::string_view path);
 /// Why a path that walks the vocabulary cannot run `spec`. `path`: its name.
 [[nodiscard]] Reason support_problem(const Spec& spec, std::string_view path);
+/// Why a path whose products are of 16 bits or more has no kernels for the spec.
+[[nodiscard]] Reason fp8_problem(const Spec& spec, std::string_view path);
 /// Why no path can retain exponentials of `spec`.
 [[nodiscard]] Reason retain_problem(const Spec& spec);
 /// Whether gradients of retained exponentials lack label smoothing's terms, which their kernels' epilogues subtract.

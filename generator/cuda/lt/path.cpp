@@ -33,6 +33,7 @@ Reason problem(const Spec& spec, const Device& device, Strategy strategy) {
         return fmt::format("layout=hidden_major with rows of {}: {} needs rows of a multiple of 8; others run on cuda_sm80", row, kName);
     }
     if (auto reason = support_problem(spec, kName)) return reason;
+    if (auto reason = fp8_problem(spec, kName)) return reason;
     if (auto reason = oldest_gpu_problem(device)) return reason;
     if (strategy != Strategy::retain) return std::nullopt;
     if (has_teacher_head(spec) && spec.dtype != DType::fp32) return std::nullopt;

@@ -109,6 +109,7 @@ Reason problem(const Spec& spec, const Device& device, Strategy strategy) {
     }
     if (auto reason = teacher_head_problem(spec, "cuda_sm90a")) return reason;
     if (auto reason = support_problem(spec, "cuda_sm90a")) return reason;
+    if (auto reason = fp8_problem(spec, "cuda_sm90a")) return reason;
     return strategy == Strategy::retain ? retain_problem(spec) : std::nullopt;
 }
 

@@ -22,6 +22,13 @@ enum class WeightLayout : std::uint8_t { vocab_major, hidden_major };
 /// the whole tensor.
 enum class WeightFormat : std::uint8_t { numbers, e4m3, nvfp4 };
 
+/// Numbers in 8 bits that the logits are products of. Rows of hidden and of the weight are rounded to them as they are read, each with a
+/// scale of its own: int8 to -127 … 127 and e4m3 to float8_e4m3fn, of the row's largest number. none: products of the dtype's numbers.
+enum class Fp8Operands : std::uint8_t { none, int8, e4m3 };
+
+/// Format of the logits' gradients as operands of grad_hidden and grad_weight, with fp8.
+enum class Fp8Dlogits : std::uint8_t { e5m2, e4m3 };
+
 /// Whether backward overwrites the gradient buffers of weight and bias or adds to what they hold.
 enum class GradMode : std::uint8_t { write, accumulate };
 
@@ -98,6 +105,10 @@ struct Spec {
     double teacher_softcap = 0.0;          ///< softcap of the teacher's head
     int top_k = 0;  ///< K, 0 to 256 and no more than there are classes: forward also writes the K classes of the largest logits of each
                     ///< token, without a gradient; of equal logits the smaller class comes first. 0: none
+    Fp8Operands fp8 = Fp8Operands::none;        ///< operands of all three products are rounded to 8 bits: the logits' to this format, the
+                                                ///< gradients' to fp8_dlogits and e4m3. Not together with a weight in another form than the
+                                                ///< dtype, hidden_major, a shard, a teacher, and options that refuse it by name
+    Fp8Dlogits fp8_dlogits = Fp8Dlogits::e5m2;  ///< with fp8: e5m2 has the range of far tails, e4m3 one more bit
     Outputs outputs{};
 
     friend bool operator==(const Spec&, const Spec&) = default;
@@ -116,11 +127,11 @@ struct Spec {
 /// V or vocab_size, padded_vocab_size, whole_vocab_size, dtype, layout, tied, weight_dtype, weight_block, grad_hidden_dtype,
 /// grad_weight_dtype, grad_weight_mode, bias, class_weight, class_offset, class_groups, offset_gradient, temperature, token_weight,
 /// batch_invariant, dft, logit_scale, softcap, label_smoothing, z_loss, teacher_top_k, hard_weight, support, teacher_hidden_size,
-/// divergence_beta, teacher_bias, teacher_logit_scale, teacher_softcap, top_k, outputs (names joined by '+':
-/// loss+lse+logprobs+entropy+top1+log_sum_sq_probs). dtypes: bf16, fp16, fp32, or torch's bfloat16, float16, float32; of the weight also
-/// e4m3 (float8_e4m3fn) and nvfp4. D and V are required; dtype defaults to bf16, weight_dtype and grad_hidden_dtype to dtype,
-/// grad_weight_dtype to weight_dtype, grad_weight_mode to write, or accumulate where tied is set. The result is normalized. Throws
-/// SpecError for an unknown or repeated key and for a bad value, EnvironmentError for a file that cannot be read.
+/// divergence_beta, teacher_bias, teacher_logit_scale, teacher_softcap, top_k, fp8 (int8, e4m3; alone: int8), fp8_dlogits (e5m2, e4m3),
+/// outputs (names joined by '+': loss+lse+logprobs+entropy+top1+log_sum_sq_probs). dtypes: bf16, fp16, fp32, or torch's bfloat16, float16,
+/// float32; of the weight also e4m3 (float8_e4m3fn) and nvfp4. D and V are required; dtype defaults to bf16, weight_dtype and
+/// grad_hidden_dtype to dtype, grad_weight_dtype to weight_dtype, grad_weight_mode to write, or accumulate where tied is set. The result is
+/// normalized. Throws SpecError for an unknown or repeated key and for a bad value, EnvironmentError for a file that cannot be read.
 [[nodiscard]] Spec parse_spec(std::string_view text);
 /// A JSON object with the same keys: numbers, booleans, strings, and an array of names for outputs.
 [[nodiscard]] Spec parse_spec_json(std::string_view json);
@@ -149,6 +160,8 @@ struct Spec {
 [[nodiscard]] bool rounds_weight(const Spec& spec) noexcept;
 /// Whether the weight is codes with scales. A quantised weight has no gradient.
 [[nodiscard]] bool is_quantized(const Spec& spec) noexcept;
+/// Whether the layer's products are of numbers in 8 bits.
+[[nodiscard]] bool is_fp8(const Spec& spec) noexcept;
 /// Bytes of a row of the weight in memory, for vocab_major.
 [[nodiscard]] std::int64_t weight_row_bytes(const Spec& spec) noexcept;
 /// Numbers of a row that an nvfp4 scale is for.
@@ -159,6 +172,8 @@ inline constexpr std::int64_t kNvfp4Group = 16;
 [[nodiscard]] std::string_view to_string(WeightLayout layout) noexcept;
 [[nodiscard]] std::string_view to_string(WeightFormat format) noexcept;
 [[nodiscard]] std::string_view to_string(GradMode mode) noexcept;
+[[nodiscard]] std::string_view to_string(Fp8Operands operands) noexcept;
+[[nodiscard]] std::string_view to_string(Fp8Dlogits dlogits) noexcept;
 
 struct SpecHash {
     [[nodiscard]] std::size_t operator()(const Spec& spec) const noexcept;
