@@ -24,6 +24,7 @@ Spec structure_of(const Spec& spec) {
     structure.logit_scale = spec.logit_scale == 1.0 ? 1.0 : 2.0;
     structure.softcap = spec.softcap == 0.0 ? 0.0 : 1.0;
     structure.label_smoothing = spec.label_smoothing > 0.0 ? 1.0 : 0.0;
+    if (is_fp8(spec)) structure.fp8 = Fp8Operands::int8;  // codes of all formats reach the code as fp32
     structure.outputs.entropy = spec.outputs.entropy;
     structure.outputs.log_sum_sq_probs = spec.outputs.log_sum_sq_probs;
     return structure;
@@ -47,11 +48,13 @@ void emit_cpu_code(llvm::Module& module, const Spec& concrete, const CpuProperti
     const auto pack = [&](const char* symbol, DType source, bool depth_contiguous, int width) {
         pack_rounded(symbol, source, DType::fp32, depth_contiguous, width);
     };
+    const DType hidden = is_fp8(spec) ? DType::fp32 : spec.dtype;
+    const DType weight = is_fp8(spec) ? DType::fp32 : weight_dtype(spec);
     emit_micro_kernel(module, target, cpu_symbol::kMicroKernel, plan.micro_m, plan.micro_n, plan.bf16_dot);
-    pack(cpu_symbol::kPackHidden, spec.dtype, true, plan.micro_m);
-    pack_rounded(cpu_symbol::kPackWeightLogits, weight_dtype(spec), rounded, vocab_major, plan.micro_n);
-    pack_rounded(cpu_symbol::kPackWeightGrad, weight_dtype(spec), rounded, !vocab_major, plan.micro_n);
-    pack(cpu_symbol::kPackHiddenGrad, spec.dtype, false, plan.micro_n);
+    pack(cpu_symbol::kPackHidden, hidden, true, plan.micro_m);
+    pack_rounded(cpu_symbol::kPackWeightLogits, weight, rounded, vocab_major, plan.micro_n);
+    pack_rounded(cpu_symbol::kPackWeightGrad, weight, rounded, !vocab_major, plan.micro_n);
+    pack(cpu_symbol::kPackHiddenGrad, hidden, false, plan.micro_n);
     pack(cpu_symbol::kPackDlogitsRows, DType::fp32, true, plan.micro_m);
     pack(cpu_symbol::kPackDlogitsColumns, DType::fp32, false, plan.micro_m);
     emit_forward_tile(module, target, cpu_symbol::kForwardTile, spec);

@@ -24,6 +24,14 @@ struct GradRow {
     float temperature;
     std::int32_t target;  ///< column of the label within the vocabulary chunk, or one of the above
     std::int32_t group;   ///< group whose columns are ruled out, but for the target; -1: none
+    float exponent;       ///< with fp8: k of its exponentials (templates/common/fp8_codes.cuh)
+};
+
+/// One token in backward, where the spec has fp8.
+struct Fp8Row {
+    float factor;           ///< r, times which its exponentials are gradients of its logits
+    std::int32_t target;    ///< GradRow's, or kElsewhere
+    float target_gradient;  ///< gradient of the label's logit, in the step whose chunk has it
 };
 
 /// One token in forward, where the spec has class_groups.
@@ -48,7 +56,7 @@ using ForwardTile = void (*)(float* z, std::int64_t ldz, std::int64_t rows, std:
                              const float* parameters, const float* temperatures, RowSums* sums, const float* class_offset,
                              const GroupRow* group_rows, const std::int32_t* class_groups);
 /// Turns z [rows, cols] into the gradient of hidden · weightᵀ + bias, in place; columns cols … width − 1 become 0. Column 0 is the
-/// chunk's `first_column`.
+/// chunk's `first_column`. With fp8 a row's other classes than the target become exponentials 2^(z·log2 e − k), times the softcap's slope.
 using BackwardTile = void (*)(float* z, std::int64_t ldz, std::int64_t rows, std::int64_t cols, std::int64_t width, const float* bias,
                               const float* class_weight, const float* parameters, const GradRow* grad_rows, std::int64_t first_column,
                               const float* class_offset, const std::int32_t* class_groups);

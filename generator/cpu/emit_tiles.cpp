@@ -24,6 +24,13 @@ Values for_columns(FunctionBuilder& f, Value* cols, const Values& carried,
                             [&](const Values& c) { return body(full, f.lanes_below(full, cols, lanes), c); });
 }
 
+/// A logit, and the slope that its exponential is multiplied by, where the spec has fp8: the softcap's.
+struct TracedLogit {
+    IrFloat logit;
+    IrFloat derivative;
+    IrFloat softcap_slope;
+};
+
 /// The traced transforms of one vector of hidden · weightᵀ.
 struct LogitTracer {
     FunctionBuilder& f;
@@ -41,11 +48,13 @@ struct LogitTracer {
         }
     }
     /// `temperature`: the row's, in every lane, where the spec has it.
-    [[nodiscard]] TransformedLogit<IrFloat> at(Value* row, Value* column, Value* temperature) const {
+    [[nodiscard]] TracedLogit at(Value* row, Value* column, Value* temperature) const {
         const int lanes = f.target().lanes();
         Value* x = f.load_float(f.at(row, column, 4), DType::fp32, lanes);
         if (spec.bias) x = f.ir().CreateFAdd(x, f.load_float(f.at(bias, column, 4), DType::fp32, lanes));
-        auto traced = transform_logit<IrFloat>(spec, IrFloat(f, x, lanes), parameters);
+        const auto transformed = transform_logit<IrFloat>(spec, IrFloat(f, x, lanes), parameters);
+        TracedLogit traced{transformed.logit, transformed.derivative, IrFloat(1.F)};
+        if (is_fp8(spec)) traced.softcap_slope = derivative_at_logit<IrFloat>(spec, traced.logit, parameters);
         if (spec.class_offset) {
             Value* added = f.load_float(f.at(offset, column, 4), DType::fp32, lanes);
             traced.logit = IrFloat(f, f.ir().CreateFAdd(traced.logit.value(f, lanes), added), lanes);
@@ -54,7 +63,7 @@ struct LogitTracer {
         const auto divided = [&](const IrFloat& by_one) {
             return IrFloat(f, f.ir().CreateFDiv(by_one.value(f, lanes), temperature), lanes);
         };
-        return {divided(traced.logit), divided(traced.derivative)};
+        return {divided(traced.logit), divided(traced.derivative), traced.softcap_slope};
     }
 };
 
@@ -171,6 +180,7 @@ struct GradRowValues {
     Value* temperature;
     Value* target;
     Value* group;
+    Value* exponent;
 
     GradRowValues(FunctionBuilder& f, Value* rows, Value* r) {
         auto& ir = f.ir();
@@ -187,6 +197,7 @@ struct GradRowValues {
         t = field(kCoefficients + offsetof(RowCoefficients, t));
         s = field(kCoefficients + offsetof(RowCoefficients, s));
         temperature = field(offsetof(GradRow, temperature));
+        exponent = field(offsetof(GradRow, exponent));
         target = f.splat(f.load_bits(f.byte_offset(row, f.i64(offsetof(GradRow, target))), 32, 0), lanes);
         group = f.splat(f.load_bits(f.byte_offset(row, f.i64(offsetof(GradRow, group))), 32, 0), lanes);
     }
@@ -197,6 +208,15 @@ Value* is_ignored(FunctionBuilder& f, Value* rows, Value* r) {
     Value* row = f.byte_offset(rows, ir.CreateMul(r, f.i64(sizeof(GradRow))));
     Value* target = f.load_bits(f.byte_offset(row, f.i64(offsetof(GradRow, target))), 32, 0);
     return ir.CreateICmpEQ(target, f.i32_splat(GradRow::kIgnored, 0));
+}
+
+/// 2^(z·log2 e − k) · the softcap's slope.
+Value* exponential(FunctionBuilder& f, const TracedLogit& traced, const GradRowValues& g) {
+    auto& ir = f.ir();
+    const int lanes = f.target().lanes();
+    Value* power = f.multiply_add(traced.logit.value(f, lanes), f.float_splat(1.44269504F, lanes), ir.CreateFNeg(g.exponent));
+    Value* e = emit_exp2(f, power, lanes);
+    return traced.softcap_slope.is_constant() ? e : ir.CreateFMul(e, traced.softcap_slope.value(f, lanes));
 }
 
 /// dz_j = (p_j·(a + b·z_j) − s·c_j − t·[j = y]) · d logit / d (hidden · weightᵀ + bias)
@@ -219,6 +239,7 @@ Value* logit_gradient(FunctionBuilder& f, const LogitTracer& tracer, const GradR
                               ir.CreateStepVector(f.int_type(32, lanes)));
     dz = ir.CreateFSub(dz, ir.CreateSelect(ir.CreateICmpEQ(ids, g.target), g.t, zero));
     if (!traced.derivative.is_constant()) dz = ir.CreateFMul(dz, traced.derivative.value(f, lanes));
+    if (is_fp8(tracer.spec)) dz = ir.CreateSelect(ir.CreateICmpEQ(ids, g.target), dz, exponential(f, traced, g));
     if (tracer.spec.class_groups) dz = ir.CreateSelect(ruled_out(f, {g.group, g.target}, f.arg(11), column, f.arg(9)), zero, dz);
     return dz;
 }

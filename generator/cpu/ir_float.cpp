@@ -71,28 +71,48 @@ Value* power_of_two(FunctionBuilder& f, Value* n, int lanes) {
 
 }  // namespace
 
+namespace {
+
+constexpr float kShift = 12582912.F;  // 1.5·2²³: adding it leaves the nearest integer in the low bits, without an instruction SSE2 lacks
+
+/// exp(r)·2ⁿ for r in [−ln 2 / 2, ln 2 / 2]; `shifted` is n + kShift.
+Value* emit_scaled_exp(FunctionBuilder& f, Value* r, Value* shifted, int lanes) {
+    auto& ir = f.ir();
+    Value* n = ir.CreateSub(ir.CreateBitCast(shifted, f.int_type(32, lanes)), f.i32_splat(0x4b400000, lanes));
+    // exp(r) = 1 + r + r²·P(r) (coefficients: Cephes).
+    Value* p = polynomial(f, r, lanes,
+                          {1.9875691500e-4F, 1.3981999507e-3F, 8.3334519073e-3F, 4.1665795894e-2F, 1.6666665459e-1F, 5.0000001201e-1F});
+    Value* y = ir.CreateFAdd(f.multiply_add(p, ir.CreateFMul(r, r), r), f.float_splat(1.F, lanes));
+    // 2ⁿ in two factors: n runs from −150 to 128.
+    Value* half = ir.CreateAShr(n, f.i32_splat(1, lanes));
+    y = ir.CreateFMul(y, power_of_two(f, half, lanes));
+    return ir.CreateFMul(y, power_of_two(f, ir.CreateSub(n, half), lanes));
+}
+
+}  // namespace
+
 Value* emit_exp(FunctionBuilder& f, Value* x, int lanes) {
     auto& ir = f.ir();
     const auto c = [&](float value) { return f.float_splat(value, lanes); };
     // Beyond these exp is 0 or infinite anyway. Compares keep NaN.
     x = ir.CreateSelect(ir.CreateFCmpOLT(x, c(-104.F)), c(-104.F), x);
     x = ir.CreateSelect(ir.CreateFCmpOGT(x, c(89.F)), c(89.F), x);
-    // Adding 1.5·2²³ leaves round(x·log2 e) in the low bits: no rounding instruction, which SSE2 lacks.
-    const float shift = 12582912.F;
-    Value* shifted = f.multiply_add(x, c(1.44269504F), c(shift));
-    Value* n = ir.CreateSub(ir.CreateBitCast(shifted, f.int_type(32, lanes)), f.i32_splat(0x4b400000, lanes));
-    Value* n_float = ir.CreateFSub(shifted, c(shift));
+    Value* shifted = f.multiply_add(x, c(1.44269504F), c(kShift));
+    Value* n_float = ir.CreateFSub(shifted, c(kShift));
     // x − n·ln 2 in two steps: the first constant has 9 bits, so its product with n is exact.
     Value* r = f.multiply_add(n_float, c(-0.693359375F), x);
     r = f.multiply_add(n_float, c(2.12194440e-4F), r);
-    // exp(r) = 1 + r + r²·P(r) on [−ln 2 / 2, ln 2 / 2] (coefficients: Cephes).
-    Value* p = polynomial(f, r, lanes,
-                          {1.9875691500e-4F, 1.3981999507e-3F, 8.3334519073e-3F, 4.1665795894e-2F, 1.6666665459e-1F, 5.0000001201e-1F});
-    Value* y = ir.CreateFAdd(f.multiply_add(p, ir.CreateFMul(r, r), r), c(1.F));
-    // 2ⁿ in two factors: n runs from −150 to 128.
-    Value* half = ir.CreateAShr(n, f.i32_splat(1, lanes));
-    y = ir.CreateFMul(y, power_of_two(f, half, lanes));
-    return ir.CreateFMul(y, power_of_two(f, ir.CreateSub(n, half), lanes));
+    return emit_scaled_exp(f, r, shifted, lanes);
+}
+
+Value* emit_exp2(FunctionBuilder& f, Value* x, int lanes) {
+    auto& ir = f.ir();
+    const auto c = [&](float value) { return f.float_splat(value, lanes); };
+    x = ir.CreateSelect(ir.CreateFCmpOLT(x, c(-150.F)), c(-150.F), x);
+    x = ir.CreateSelect(ir.CreateFCmpOGT(x, c(128.F)), c(128.F), x);
+    Value* shifted = ir.CreateFAdd(x, c(kShift));
+    Value* r = ir.CreateFMul(ir.CreateFSub(x, ir.CreateFSub(shifted, c(kShift))), c(0.693147181F));
+    return emit_scaled_exp(f, r, shifted, lanes);
 }
 
 Value* emit_tanh(FunctionBuilder& f, Value* x, int lanes) {

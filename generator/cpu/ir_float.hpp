@@ -33,6 +33,8 @@ private:
 
 /// exp within 1.5 ulp of fp32's range of normal numbers; 0 below, +inf above, NaN for NaN.
 [[nodiscard]] llvm::Value* emit_exp(FunctionBuilder& builder, llvm::Value* x, int lanes);
+/// 2^x, as emit_exp.
+[[nodiscard]] llvm::Value* emit_exp2(FunctionBuilder& builder, llvm::Value* x, int lanes);
 /// tanh within 2 ulp; ±1 for large arguments, ±infinity included.
 [[nodiscard]] llvm::Value* emit_tanh(FunctionBuilder& builder, llvm::Value* x, int lanes);
 

@@ -67,7 +67,14 @@ SlotLayout slot_layout(const Spec& spec, const CpuPlan& plan) {
         slot.teacher_tile = arena.take(std::int64_t{4} * round_up(plan.block_m, row_step(plan)) * plan.block_n);
         slot.teacher_bias = arena.take(std::int64_t{4} * plan.block_n);
     }
-    if (is_quantized(spec)) slot.dequantized = arena.take(4 * plan.micro_n * std::max<std::int64_t>(plan.block_k, kDepthsAtATime));
+    if (is_quantized(spec) || is_fp8(spec)) {
+        const std::int64_t lines = is_fp8(spec) ? std::max(plan.micro_m, plan.micro_n) : plan.micro_n;
+        slot.dequantized = arena.take(4 * lines * std::max<std::int64_t>(plan.block_k, kDepthsAtATime));
+    }
+    if (is_fp8(spec)) {
+        slot.class_factors = arena.take(std::int64_t{4} * plan.block_n);
+        slot.class_scales = arena.take(std::int64_t{4} * plan.block_n);
+    }
     slot.bytes = round_up(arena.bytes(), 4096);
     return slot;
 }
@@ -97,6 +104,10 @@ CpuForwardLayout place_forward(const Spec& spec, const Plan& plan, std::int64_t 
     l.slot_offset = arena.take(l.slots * l.slot.bytes);
     l.hidden_panels = arena.take(panel_bytes(p, rows, spec.hidden_size));
     if (has_teacher_head(spec)) l.teacher_panels = arena.take(panel_bytes(p, rows, spec.teacher_hidden_size));
+    if (is_fp8(spec)) {
+        l.row_factors = arena.take(4 * rows);
+        l.row_scales = arena.take(4 * rows);
+    }
     l.partial_sums = arena.take(l.strip_groups.count * round_up(rows, row_step(p)) * static_cast<std::int64_t>(sums));
     l.row_losses = arena.take(8 * rows);
     if (spec.top_k > 0) {
@@ -125,6 +136,12 @@ CpuBackwardLayout place_backward(const Spec& spec, const Plan& plan, std::int64_
     l.slot_offset = arena.take(l.slots * l.slot.bytes);
     l.hidden_panels = arena.take(panel_bytes(p, rows, spec.hidden_size));
     if (has_teacher_head(spec)) l.teacher_panels = arena.take(panel_bytes(p, rows, spec.teacher_hidden_size));
+    if (is_fp8(spec)) {
+        l.row_factors = arena.take(4 * rows);
+        l.row_scales = arena.take(4 * rows);
+        l.fp8_rows = twice(rows * static_cast<std::int64_t>(sizeof(Fp8Row)), l.fp8_rows_stride);
+        l.hidden_factors = twice(4 * rows, l.hidden_factors_stride);
+    }
     l.grad_rows = arena.take(rows * static_cast<std::int64_t>(sizeof(GradRow)));
     l.dlogits_rows = twice(panel_bytes(p, rows, chunk), l.dlogits_rows_stride);
     l.dlogits_columns = twice(4 * chunk * depth_units(p, rows), l.dlogits_columns_stride);

@@ -26,17 +26,20 @@ struct Blocks {
 /// Memory that one worker has for itself: a tile of C, a packed block of B and the strip's bias and class weights. Offsets from the slot's
 /// start.
 struct SlotLayout {
-    std::int64_t tile = 0;          ///< fp32 [block_m, block_n]
-    std::int64_t b_block = 0;       ///< block_k × block_n units, 4 bytes each
-    std::int64_t bias = 0;          ///< fp32 [block_n]
-    std::int64_t class_weight = 0;  ///< fp32 [block_n]
-    std::int64_t class_offset = 0;  ///< fp32 [block_n]
-    std::int64_t class_groups = 0;  ///< where the spec has class_groups: int32 [block_n]
-    std::int64_t group_rows = 0;    ///< and GroupRow [block_m]
-    std::int64_t sums = 0;          ///< RowSums [block_m]
-    std::int64_t teacher_tile = 0;  ///< where the spec has a teacher's head: fp32 [block_m, block_n]
-    std::int64_t teacher_bias = 0;  ///< and fp32 [block_n]
-    std::int64_t dequantized = 0;   ///< where the weight is quantised: fp32 [micro_n, the deeper of block_k and kDepthsAtATime]
+    std::int64_t tile = 0;           ///< fp32 [block_m, block_n]
+    std::int64_t b_block = 0;        ///< block_k × block_n units, 4 bytes each
+    std::int64_t bias = 0;           ///< fp32 [block_n]
+    std::int64_t class_weight = 0;   ///< fp32 [block_n]
+    std::int64_t class_offset = 0;   ///< fp32 [block_n]
+    std::int64_t class_groups = 0;   ///< where the spec has class_groups: int32 [block_n]
+    std::int64_t group_rows = 0;     ///< and GroupRow [block_m]
+    std::int64_t sums = 0;           ///< RowSums [block_m]
+    std::int64_t teacher_tile = 0;   ///< where the spec has a teacher's head: fp32 [block_m, block_n]
+    std::int64_t teacher_bias = 0;   ///< and fp32 [block_n]
+    std::int64_t dequantized = 0;    ///< where the weight is quantised: fp32 [micro_n, the deeper of block_k and kDepthsAtATime]; with fp8
+                                     ///< as many lines as micro_m where those are more
+    std::int64_t class_factors = 0;  ///< with fp8: fp32 [block_n], by which the strip's numbers become codes
+    std::int64_t class_scales = 0;   ///< and fp32 [block_n], by which codes become numbers
     std::int64_t bytes = 0;
 };
 
@@ -52,6 +55,8 @@ struct CpuForwardLayout {
     std::int64_t slot_offset = 0;
     std::int64_t hidden_panels = 0;  ///< A of the logits, a row block
     std::int64_t teacher_panels = 0;
+    std::int64_t row_factors = 0;   ///< with fp8: fp32 [rows], by which hidden states become codes
+    std::int64_t row_scales = 0;    ///< and fp32 [rows], by which codes become numbers
     std::int64_t partial_sums = 0;  ///< RowSums [strip_groups, rows]; DivergenceSums where there is a teacher's head
     std::int64_t row_losses = 0;    ///< fp32 [2, rows]: cross entropies and z-losses
     std::int64_t top_sizes = 0;     ///< where the spec has a top_k: int64 [rows], classes in each row's list
@@ -65,16 +70,22 @@ struct CpuBackwardLayout {
     SlotLayout slot;
     std::int64_t slots = 0;
     std::int64_t slot_offset = 0;
-    std::int64_t hidden_panels = 0;        ///< A of the logits, a row block
-    std::int64_t teacher_panels = 0;       ///< where the spec has a teacher's head
-    std::int64_t grad_rows = 0;            ///< GradRow [rows]
-    std::int64_t dlogits_rows = 0;         ///< A of grad_hidden, for each of two steps in flight
-    std::int64_t dlogits_columns = 0;      ///< A of grad_weight, for each of two steps in flight
-    std::int64_t column_sums = 0;          ///< fp32 [row tiles, chunk], for each of two steps in flight
-    std::int64_t bias_accumulator = 0;     ///< fp32 [chunk]
-    std::int64_t weight_accumulator = 0;   ///< fp32 [chunk, D]; only where there are several row blocks
-    std::int64_t hidden_accumulator = 0;   ///< fp32 [N, D]; only where the dtype is not fp32: the 4·N·D beyond scratch_bytes
-    std::int64_t dlogits_rows_stride = 0;  ///< bytes between the two steps' copies
+    std::int64_t hidden_panels = 0;    ///< A of the logits, a row block
+    std::int64_t teacher_panels = 0;   ///< where the spec has a teacher's head
+    std::int64_t row_factors = 0;      ///< with fp8: fp32 [rows], as forward's
+    std::int64_t row_scales = 0;       ///< and fp32 [rows]
+    std::int64_t grad_rows = 0;        ///< GradRow [rows]
+    std::int64_t fp8_rows = 0;         ///< with fp8: Fp8Row [rows], for each of two steps in flight
+    std::int64_t hidden_factors = 0;   ///< and fp32 [rows], r · 2^q, for each of two steps in flight
+    std::int64_t fp8_rows_stride = 0;  ///< bytes between the two steps' copies
+    std::int64_t hidden_factors_stride = 0;
+    std::int64_t dlogits_rows = 0;        ///< A of grad_hidden, for each of two steps in flight
+    std::int64_t dlogits_columns = 0;     ///< A of grad_weight, for each of two steps in flight
+    std::int64_t column_sums = 0;         ///< fp32 [row tiles, chunk], for each of two steps in flight
+    std::int64_t bias_accumulator = 0;    ///< fp32 [chunk]
+    std::int64_t weight_accumulator = 0;  ///< fp32 [chunk, D]; only where there are several row blocks
+    std::int64_t hidden_accumulator = 0;  ///< fp32 [N, D]; only where the dtype is not fp32: the 4·N·D beyond scratch_bytes
+    std::int64_t dlogits_rows_stride = 0;
     std::int64_t dlogits_columns_stride = 0;
     std::int64_t column_sums_stride = 0;
     std::int64_t bytes = 0;

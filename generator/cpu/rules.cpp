@@ -14,7 +14,6 @@ int vector_registers(const CpuProperties& cpu, int vector_bits) noexcept {
 
 std::optional<std::string> cpu_plan_problem(const Spec& spec, const Device& device, const Plan& plan) {
     const CpuPlan& p = plan.cpu;
-    if (is_fp8(spec)) return std::string("fp8: the CPU backend multiplies numbers of the dtype; leave fp8 out");
     if (p.vector_bits != 128 && p.vector_bits != 256 && p.vector_bits != 512)
         return fmt::format("vector={}: must be 128, 256 or 512", p.vector_bits);
     if (p.vector_bits > device.cpu.vector_bits) {

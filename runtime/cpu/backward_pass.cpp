@@ -3,12 +3,16 @@
 // grad_weight_c = dzᵀ·H. The tasks that multiply step s and those that compute the dz of step s + 1 run together, so that threads meet
 // once a step.
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <optional>
+#include <utility>
 
+#include "generator/logit_transforms.hpp"
 #include "runtime/cpu/divergence.hpp"
 #include "runtime/cpu/passes.hpp"
 #include "runtime/cpu/teacher.hpp"
+#include "templates/common/fp8_codes.cuh"
 
 namespace flce {
 namespace {
@@ -62,6 +66,7 @@ public:
         // Both gradients go along with each other, chunk by chunk.
         if (static_cast<BackwardStage>(call_.value(Slot::stage)) == BackwardStage::rest) return;
         clear_what_no_step_writes();
+        if (is_fp8(spec_)) find_powers();
         const std::int64_t blocks = layout_.row_blocks.count;
         const std::int64_t steps = blocks * layout_.chunks.count;
         for (std::int64_t s = 0; s <= steps && steps > 0; ++s) {
@@ -99,17 +104,58 @@ private:
     [[nodiscard]] float* column_sums(const Step& s, std::int64_t tile) const {
         return reinterpret_cast<float*>(workspace_ + layout_.column_sums + s.index % 2 * layout_.column_sums_stride) + tile * s.columns;
     }
+    [[nodiscard]] Fp8Rows fp8_memory() const {
+        return {layout_.slot, workspace_ + layout_.slot_offset, layout_.slots, reinterpret_cast<float*>(workspace_ + layout_.row_factors),
+                reinterpret_cast<float*>(workspace_ + layout_.row_scales)};
+    }
+    [[nodiscard]] Fp8Row* fp8_rows(const Step& s) const {
+        return reinterpret_cast<Fp8Row*>(workspace_ + layout_.fp8_rows + s.index % 2 * layout_.fp8_rows_stride);
+    }
+    [[nodiscard]] float* hidden_factors(const Step& s) const {
+        return reinterpret_cast<float*>(workspace_ + layout_.hidden_factors + s.index % 2 * layout_.hidden_factors_stride);
+    }
     [[nodiscard]] GradRow* grad_rows() const { return reinterpret_cast<GradRow*>(workspace_ + layout_.grad_rows); }
     [[nodiscard]] bool wants(Slot gradient) const { return call_.has(gradient); }
 
     void prepare(const Step& s, bool new_rows) const {
-        if (new_rows) {
+        if (new_rows && is_fp8(spec_)) {
+            pack_hidden_codes(context_, call_, fp8_memory(), hidden_panels(), s.token, s.rows);
+        } else if (new_rows) {
             pack_hidden_rows(context_, call_, Slot::hidden, hidden_panels(), s.token, s.rows);
             if (divergence_) pack_hidden_rows(context_, call_, Slot::teacher_hidden, teacher_panels(), s.token, s.rows);
         }
         for (std::int64_t i = 0; i < padded_rows(s.rows); ++i) {
             grad_rows()[i] = i < s.rows ? grad_row(s.token + i, s.vocab) : kInertRow;
+            if (is_fp8(spec_)) set_fp8_row(s, i);
         }
+    }
+
+    /// Powers of two for the operands of both products: of the whole weight, and of all tokens' hidden states times their factors.
+    void find_powers() {
+        constexpr std::int64_t kTokensPerTask = 64;
+        if (wants(Slot::grad_hidden)) weight_power_ = fp8_weight_power(context_, call_);
+        if (!wants(Slot::grad_weight)) return;
+        const Blocks tasks = fixed_blocks(call_.num_tokens(), kTokensPerTask);
+        LargestNumber largest;
+        context_.workers->run(tasks.count, context_.threads, [&](std::int64_t task, std::int64_t) {
+            for (std::int64_t token = tasks.begin(task); token < tasks.begin(task) + tasks.length(task); ++token) {
+                const GradRow row = grad_row(token, 0);
+                if (row.target == GradRow::kIgnored) continue;
+                const std::byte* const hidden = call_.pointer(Slot::hidden) + token * spec_.hidden_size * element_;
+                largest.add(std::abs(fp8_factor(row)) * largest_finite(spec_.dtype, hidden, spec_.hidden_size));
+            }
+        });
+        hidden_power_ = fp8::e4m3_power(largest.value());
+    }
+    /// r of a row that is not ignored.
+    [[nodiscard]] float fp8_factor(const GradRow& row) const {
+        return fp8::row_factor(row.coefficients.a * logit_slope(spec_).scale / row.temperature, row.exponent, row.lse);
+    }
+    void set_fp8_row(const Step& s, std::int64_t i) const {
+        const GradRow& row = grad_rows()[i];
+        const float factor = row.target == GradRow::kIgnored ? 0.F : fp8_factor(row);
+        fp8_rows(s)[i] = {factor, std::max(row.target, GradRow::kElsewhere), 0.F};
+        hidden_factors(s)[i] = factor * fp8::power_of_two(hidden_power_);
     }
     [[nodiscard]] std::int64_t padded_rows(std::int64_t rows) const { return (rows + plan_.micro_m - 1) / plan_.micro_m * plan_.micro_m; }
 
@@ -125,8 +171,13 @@ private:
         const bool near = own >= 0 && column >= 0 && column < layout_.chunks.size;
         const RowCoefficients coefficients =
             row_coefficients(upstream, lse, entropy, call_.class_weight_of_target(token, y), teacher_.sum(token), options_);
-        return {lse, coefficients, call_.temperature(token), near ? static_cast<std::int32_t>(column) : GradRow::kElsewhere,
-                call_.row_group(token)};
+        const float exponent = is_fp8(spec_) ? fp8::exponent_of_sum(lse, spec_.fp8_dlogits == Fp8Dlogits::e4m3) : 0.F;
+        return {lse,
+                coefficients,
+                call_.temperature(token),
+                near ? static_cast<std::int32_t>(column) : GradRow::kElsewhere,
+                call_.row_group(token),
+                exponent};
     }
 
     void run_tasks(const Step& done, const Step& next) const {
@@ -161,10 +212,7 @@ private:
         if (retained_.holds(s.vocab + range.column)) {
             take_retained(slot.tile, s, range);
         } else {
-            TileRange strip = range;
-            strip.column = 0;
-            multiply_tile(code_, plan_, hidden_panels(), weight_for_logits(context_, call_, slot, s.vocab + range.column), strip,
-                          spec_.hidden_size, slot.b_block, slot.tile);
+            multiply_logits(context_, call_, slot, hidden_panels(), fp8_memory().scales, s.vocab + range.column, range);
         }
         if (divergence_) {
             differentiate_divergence(slot, s, range, rows);
@@ -173,6 +221,7 @@ private:
                                 grad_rows() + range.row, range.column, slot.class_offset, slot.class_groups);
         }
         if (teacher_.present()) subtract_teacher(slot.tile, s, range);
+        if (is_fp8(spec_)) round_tile(slot.tile, s, range);
         if (wants(Slot::grad_hidden)) {
             const PackedA packed = dlogits_rows(s);
             for (std::int64_t i = 0; i < rows; i += plan_.micro_m) {
@@ -187,8 +236,31 @@ private:
                                            plan_.micro_m, range.rows);
             }
         }
-        if (wants(Slot::grad_bias)) {
-            code_.column_sums(slot.tile, ld, range.rows, range.columns, column_sums(s, row_tile) + range.column);
+        if (!wants(Slot::grad_bias)) return;
+        float* const sums = column_sums(s, row_tile) + range.column;
+        if (is_fp8(spec_)) return sum_fp8_columns(slot.tile, s, range, sums);
+        code_.column_sums(slot.tile, ld, range.rows, range.columns, sums);
+    }
+
+    /// Exponentials become numbers of 8 bits, and the gradients of the targets' logits go to their rows.
+    void round_tile(float* tile, const Step& s, const TileRange& range) const {
+        for (std::int64_t i = 0; i < range.rows; ++i) {
+            Fp8Row& row = fp8_rows(s)[range.row + i];
+            const std::int64_t target = row.target - range.column;
+            if (row.target < 0 || target < 0 || target >= range.columns) continue;
+            row.target_gradient = std::exchange(tile[i * plan_.block_n + target], 0.F);
+        }
+        round_exponentials(spec_, tile, plan_.block_n, range.rows, range.columns);
+    }
+
+    void sum_fp8_columns(const float* tile, const Step& s, const TileRange& range, float* sums) const {
+        std::fill(sums, sums + range.columns, 0.F);
+        for (std::int64_t i = 0; i < range.rows; ++i) {
+            const Fp8Row& row = fp8_rows(s)[range.row + i];
+            const float* const exponentials = tile + i * plan_.block_n;
+            for (std::int64_t j = 0; j < range.columns; ++j) sums[j] += row.factor * exponentials[j];
+            const std::int64_t target = row.target - range.column;
+            if (row.target >= 0 && target >= 0 && target < range.columns) sums[target] += row.target_gradient;
         }
     }
 
@@ -243,6 +315,14 @@ private:
                       .first_class = s.vocab,
                       .dequantized = slot.dequantized};
         }
+        if (is_fp8(spec_)) {
+            const float factor = fp8::power_of_two(weight_power_);
+            weight = {.pack = code_.pack_weight_grad,
+                      .first_class = s.vocab,
+                      .dequantized = slot.dequantized,
+                      .rounded = Fp8Numbers(spec_.dtype, call_.pointer(Slot::weight), spec_.hidden_size, Fp8Numbers::Rounding::e4m3,
+                                            nullptr, factor)};
+        }
         const std::int64_t d = spec_.hidden_size;
         const std::int64_t offset = (s.token + range.row) * d + range.column;
         const bool in_place = sums_in_place();
@@ -255,6 +335,7 @@ private:
         const bool goes_on = spec_.batch_invariant && !s.first_chunk;
         if (goes_on) apply(code_.write_float, accumulator + offset, d, slot.tile, plan_.block_n);
         multiply_tile(code_, plan_, dlogits_rows(s), weight, range, s.columns, slot.b_block, slot.tile, goes_on);
+        if (is_fp8(spec_)) finish_fp8_hidden(slot.tile, s, range);
         const bool begins = s.first_chunk || goes_on;
         if (in_place || !s.last_chunk) {
             apply(begins ? code_.write_float : code_.add_float, slot.tile, plan_.block_n, accumulator + offset, d);
@@ -263,6 +344,35 @@ private:
             apply(code_.store_hidden, slot.tile, plan_.block_n, call_.pointer(Slot::grad_hidden) + offset * element_, d);
         }
         if (s.last_chunk) zero_ignored(s.token + range.row, range);
+    }
+
+    /// Products of codes become gradients, and the targets' terms are added.
+    void finish_fp8_hidden(float* tile, const Step& s, const TileRange& range) const {
+        for (std::int64_t i = 0; i < range.rows; ++i) {
+            const Fp8Row& row = fp8_rows(s)[range.row + i];
+            float* const of_row = tile + i * plan_.block_n;
+            const float factor = row.factor * fp8::power_of_two(-weight_power_);
+            for (std::int64_t d = 0; d < range.columns; ++d) of_row[d] *= factor;
+            if (row.target < 0) continue;
+            const std::int64_t from = (s.vocab + row.target) * spec_.hidden_size + range.column;
+            add_multiple(spec_.dtype, call_.pointer(Slot::weight) + from * element_, range.columns, row.target_gradient, of_row);
+        }
+    }
+
+    /// As above, of classes [range.row, range.row + range.rows) of the chunk: tokens in their order.
+    void finish_fp8_weight(float* tile, const Step& s, const TileRange& range) const {
+        const float factor = fp8::power_of_two(-hidden_power_);
+        for (std::int64_t i = 0; i < range.rows; ++i) {
+            for (std::int64_t d = 0; d < range.columns; ++d) tile[i * plan_.block_n + d] *= factor;
+        }
+        for (std::int64_t i = 0; i < s.rows; ++i) {
+            const Fp8Row& row = fp8_rows(s)[i];
+            const std::int64_t target = row.target - range.row;
+            if (row.target < 0 || target < 0 || target >= range.rows) continue;
+            const std::int64_t from = (s.token + i) * spec_.hidden_size + range.column;
+            add_multiple(spec_.dtype, call_.pointer(Slot::hidden) + from * element_, range.columns, row.target_gradient,
+                         tile + target * plan_.block_n);
+        }
     }
 
     /// A row of zeros times the weight is not 0 where the weight holds infinities or NaN.
@@ -278,14 +388,19 @@ private:
 
     void multiply_weight(const WorkerSlot& slot, const Step& s, const TileRange& range) const {
         const std::int64_t d = spec_.hidden_size;
-        const UnpackedB hidden{.data = call_.pointer(Slot::hidden) + s.token * d * element_,
-                               .ld = d,
-                               .element_bytes = element_,
-                               .depth_contiguous = false,
-                               .pack = code_.pack_hidden_grad,
-                               .call = &call_,
-                               .first_token = s.token};
+        UnpackedB hidden{.data = call_.pointer(Slot::hidden) + s.token * d * element_,
+                         .ld = d,
+                         .element_bytes = element_,
+                         .depth_contiguous = false,
+                         .pack = code_.pack_hidden_grad,
+                         .call = &call_,
+                         .first_token = s.token};
+        if (is_fp8(spec_)) {
+            hidden.dequantized = slot.dequantized;
+            hidden.rounded = Fp8Numbers(spec_.dtype, hidden.data, d, Fp8Numbers::Rounding::e4m3, hidden_factors(s));
+        }
         multiply_tile(code_, plan_, dlogits_columns(s), hidden, range, s.rows, slot.b_block, slot.tile);
+        if (is_fp8(spec_)) finish_fp8_weight(slot.tile, s, range);
         float* accumulator = reinterpret_cast<float*>(workspace_ + layout_.weight_accumulator) + range.row * d + range.column;
         if (!s.last_block) {
             (s.first_block ? code_.write_float : code_.add_float)(slot.tile, plan_.block_n, accumulator, d, range.rows, range.columns);
@@ -342,7 +457,7 @@ private:
         if (bytes > 0) std::memset(call_.pointer(gradient) + first_byte, 0, static_cast<std::size_t>(bytes));
     }
 
-    static constexpr GradRow kInertRow{0.F, {0.F, 0.F, 0.F, 0.F}, 1.F, GradRow::kIgnored, -1};
+    static constexpr GradRow kInertRow{0.F, {0.F, 0.F, 0.F, 0.F}, 1.F, GradRow::kIgnored, -1, 0.F};
 
     const CpuContext& context_;
     const CpuFunctions& code_;
@@ -358,6 +473,8 @@ private:
     const MeanDivisors divisors_;
     const CpuRetained retained_;
     std::optional<CpuDivergence> divergence_;
+    int weight_power_ = 0;  ///< with fp8: m, of the weight's operands of grad_hidden
+    int hidden_power_ = 0;  ///< and q, of hidden's operands of grad_weight
 };
 
 }  // namespace

@@ -34,7 +34,11 @@ public:
             const std::int64_t begin = layout_.row_blocks.begin(block);
             const std::int64_t rows = layout_.row_blocks.length(block);
             const PackedA hidden{workspace_ + layout_.hidden_panels, depth_units(plan_, call_.spec().hidden_size)};
-            pack_hidden_rows(context_, call_, Slot::hidden, hidden, begin, rows);
+            if (is_fp8(call_.spec())) {
+                pack_hidden_codes(context_, call_, fp8_rows(), hidden, begin, rows);
+            } else {
+                pack_hidden_rows(context_, call_, Slot::hidden, hidden, begin, rows);
+            }
             if (top_.present()) top_.begin(rows);
             reduce_logits(hidden, begin, rows);
             finish_rows(begin, rows);
@@ -43,6 +47,10 @@ public:
     }
 
 private:
+    [[nodiscard]] Fp8Rows fp8_rows() const {
+        return {layout_.slot, workspace_ + layout_.slot_offset, layout_.slots, reinterpret_cast<float*>(workspace_ + layout_.row_factors),
+                reinterpret_cast<float*>(workspace_ + layout_.row_scales)};
+    }
     [[nodiscard]] RowSums* sums_of_group(std::int64_t group, std::int64_t rows) const {
         return reinterpret_cast<RowSums*>(workspace_ + layout_.partial_sums) + group * rows;
     }
@@ -66,8 +74,7 @@ private:
             const std::int64_t vocab = layout_.strips.begin(strip);
             range.columns = layout_.strips.length(strip);
             slot.load_strip(context_, call_, vocab, range.columns);
-            multiply_tile(context_.code, plan_, hidden, weight_for_logits(context_, call_, slot, vocab), range, call_.spec().hidden_size,
-                          slot.b_block, slot.tile);
+            multiply_logits(context_, call_, slot, hidden, fp8_rows().scales, vocab, range);
             if (retained_.holds(vocab)) retain(slot.tile, vocab, first_token + range.row, range);
             RowSums* strip_sums = strip == first ? sums : slot.sums;
             if (call_.spec().class_groups) set_groups(slot, first_token + range.row, vocab, range);

@@ -41,12 +41,14 @@ void zero_depth(const CpuPlan& plan, std::byte* panel, std::int64_t depth, std::
     for (std::int64_t n = 0; n < width; ++n) std::memset(unit + 4 * n, 0, 2);
 }
 
-/// Packs `lines` columns of a quantised B over `depth` units of depth from (line, from) on.
-void pack_quantized(const UnpackedB& b, std::int64_t line, std::int64_t lines, std::int64_t from, std::int64_t depth, std::byte* panel) {
+/// Packs `lines` columns of a B whose rows `source` loads, over `depth` units of depth from (line, from) on.
+template <class Source>
+void pack_loaded(const UnpackedB& b, const Source& source, std::int64_t line, std::int64_t lines, std::int64_t from, std::int64_t depth,
+                 std::byte* panel) {
     const std::int64_t ld = b.depth_contiguous ? depth : lines;
     const std::int64_t rows = b.depth_contiguous ? lines : depth;
     const std::int64_t first = b.first_class + (b.depth_contiguous ? line : from);
-    for (std::int64_t i = 0; i < rows; ++i) b.quantized->load(first + i, b.depth_contiguous ? from : line, ld, b.dequantized + i * ld);
+    for (std::int64_t i = 0; i < rows; ++i) source.load(first + i, b.depth_contiguous ? from : line, ld, b.dequantized + i * ld);
     b.pack(b.dequantized, ld, panel, lines, depth);
 }
 
@@ -60,7 +62,9 @@ void pack_block(const CpuPlan& plan, const UnpackedB& b, const TileRange& range,
             const std::int64_t lines = std::min<std::int64_t>(plan.micro_n, range.columns - n);
             const std::int64_t deep = std::min(slab, depth - from);
             if (b.quantized) {
-                pack_quantized(b, range.column + n, lines, k + from, deep, panel);
+                pack_loaded(b, *b.quantized, range.column + n, lines, k + from, deep, panel);
+            } else if (b.rounded) {
+                pack_loaded(b, *b.rounded, range.column + n, lines, k + from, deep, panel);
             } else {
                 b.pack(b.at(range.column + n, k + from), b.ld, panel, lines, deep);
             }

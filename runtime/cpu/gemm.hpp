@@ -9,6 +9,7 @@
 #include "generator/cpu/code.hpp"
 #include "generator/cpu/layout.hpp"
 #include "runtime/cpu/cpu_call.hpp"
+#include "runtime/cpu/fp8.hpp"
 #include "runtime/cpu/quantized_weight.hpp"
 #include "runtime/host/host_code.hpp"
 
@@ -56,7 +57,8 @@ struct UnpackedB {
     std::int64_t first_token = 0;
     std::optional<QuantizedWeight> quantized{};  ///< B's numbers, in place of data: depth or lines are classes from first_class on
     std::int64_t first_class = 0;
-    float* dequantized = nullptr;  ///< room for a panel's numbers
+    float* dequantized = nullptr;         ///< room for a panel's numbers
+    std::optional<Fp8Numbers> rounded{};  ///< B's numbers in 8 bits, in place of data: depth or lines are rows from first_class on
 
     [[nodiscard]] const std::byte* at(std::int64_t line, std::int64_t depth) const {
         return data + element_bytes * (depth_contiguous ? line * ld + depth : depth * ld + line);

@@ -36,9 +36,11 @@ struct WorkerSlot {
           sums(reinterpret_cast<RowSums*>(start + layout.sums)),
           teacher_tile(reinterpret_cast<float*>(start + layout.teacher_tile)),
           teacher_bias(reinterpret_cast<float*>(start + layout.teacher_bias)),
-          dequantized(reinterpret_cast<float*>(start + layout.dequantized)) {}
+          dequantized(reinterpret_cast<float*>(start + layout.dequantized)),
+          class_factors(reinterpret_cast<float*>(start + layout.class_factors)),
+          class_scales(reinterpret_cast<float*>(start + layout.class_scales)) {}
 
-    /// Bias, class weights and offsets of vocabulary [begin, begin + columns) as fp32, 0 up to block_n, and groups.
+    /// Bias, class weights and offsets of vocabulary [begin, begin + columns) as fp32, 0 up to block_n, groups, and scales of the codes.
     void load_strip(const CpuContext& context, const CpuCall& call, std::int64_t begin, std::int64_t columns) const;
 
     float* tile;
@@ -52,12 +54,29 @@ struct WorkerSlot {
     float* teacher_tile;
     float* teacher_bias;
     float* dequantized;
+    float* class_factors;
+    float* class_scales;
 };
 
 /// B of the logits: the weight from vocabulary row `begin` on.
 [[nodiscard]] UnpackedB weight_for_logits(const CpuContext& context, const CpuCall& call, const WorkerSlot& slot, std::int64_t begin);
 /// B of the logits of the teacher's head.
 [[nodiscard]] UnpackedB teacher_weight_for_logits(const CpuContext& context, const CpuCall& call, std::int64_t begin);
+/// Makes a tile of hidden · weightᵀ for vocabulary from `begin` on, whose strip is loaded. `hidden_scales`: with fp8, of the panels' rows.
+void multiply_logits(const CpuContext& context, const CpuCall& call, const WorkerSlot& slot, const PackedA& hidden,
+                     const float* hidden_scales, std::int64_t begin, TileRange range);
+
+/// Memory for packing rows of hidden states in 8 bits: a worker's slots, and the rows' factors and scales.
+struct Fp8Rows {
+    const SlotLayout& layout;
+    std::byte* first_slot;
+    std::int64_t slots;
+    float* factors;
+    float* scales;
+};
+/// Packs the codes of hidden rows [begin, begin + rows) as A of the logits. An ignored token's are 0, whatever its row holds.
+void pack_hidden_codes(const CpuContext& context, const CpuCall& call, const Fp8Rows& memory, const PackedA& panels, std::int64_t begin,
+                       std::int64_t rows);
 /// Packs hidden rows [begin, begin + rows) as A of the logits. `hidden`: the tensor, of the student's or the teacher's depth.
 void pack_hidden_rows(const CpuContext& context, const CpuCall& call, Slot hidden, const PackedA& panels, std::int64_t begin,
                       std::int64_t rows);

@@ -2,6 +2,7 @@
 
 #include <optional>
 
+#include "tests/support/fp8.hpp"
 #include "tests/support/kernel_run.hpp"
 
 namespace flce::test {
@@ -24,10 +25,30 @@ std::vector<Keeping> ways_of_keeping(const Kernel& kernel, std::int64_t num_toke
     return ways;
 }
 
+/// As run_and_judge, of an FP8 head, whose truth has every token and class.
+testing::AssertionResult run_and_judge_fp8(const std::shared_ptr<const Kernel>& kernel, const Problem& problem, const Wanted& wanted) {
+    const Selection all = select_all(problem);
+    const Fp8Tolerance tolerance = fp8_tolerance(kernel->device_ref().kind == DeviceKind::cuda);
+    std::string text;
+    for (const Keeping& keeping : ways_of_keeping(*kernel, problem.options.num_tokens)) {
+        KernelRun run(kernel, problem);
+        run.retain(keeping.place, keeping.bytes);
+        run.forward();
+        run.backward(wanted);
+        const std::string wrong =
+            fp8_failures(problem, run.outputs(all), run.token_floats("lse"), run.token_floats("logprobs"), tolerance) + run.violations();
+        if (!wrong.empty()) text += fmt::format("\n  retained in {} bytes:{}", keeping.bytes, wrong);
+    }
+    if (text.empty()) return testing::AssertionSuccess();
+    return testing::AssertionFailure() << fmt::format("\n  {}\n  {}\n  {}{}", problem.spec.text(), to_string(problem.options),
+                                                      kernel->plan().text(), text);
+}
+
 }  // namespace
 
 testing::AssertionResult run_and_judge(const std::shared_ptr<const Kernel>& kernel, const Problem& problem, double work,
                                        const Wanted& wanted) {
+    if (is_fp8(problem.spec)) return run_and_judge_fp8(kernel, problem, wanted);
     const Selection selection = select_for_work(problem, work);
     std::optional<Result> truth;
     std::optional<Reference> yardstick;

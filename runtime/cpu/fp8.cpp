@@ -1,0 +1,132 @@
+#include "runtime/cpu/fp8.hpp"
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <cstring>
+
+#include "runtime/cpu/passes.hpp"
+#include "runtime/layer/number_formats.hpp"
+#include "templates/common/fp8_codes.cuh"
+
+namespace flce {
+namespace {
+
+template <class Bits>
+Bits bits_at(const std::byte* numbers, std::int64_t i) {
+    Bits bits;
+    std::memcpy(&bits, numbers + i * static_cast<std::int64_t>(sizeof(Bits)), sizeof(Bits));
+    return bits;
+}
+
+/// Calls body(number of index i) for a dtype that is known when this is compiled.
+template <class Body>
+void with_numbers(DType dtype, const std::byte* numbers, const Body& body) {
+    switch (dtype) {
+        case DType::bf16: return body([numbers](std::int64_t i) { return bf16_to_float(bits_at<std::uint16_t>(numbers, i)); });
+        case DType::fp16: return body([numbers](std::int64_t i) { return fp16_to_float(bits_at<std::uint16_t>(numbers, i)); });
+        case DType::fp32: return body([numbers](std::int64_t i) { return std::bit_cast<float>(bits_at<std::uint32_t>(numbers, i)); });
+    }
+}
+
+/// Largest of the numbers' bits without their signs, which are ordered as the numbers are: NaN is above infinity. Those from `end` on are
+/// left out.
+template <class Bits>
+Bits largest_bits(const std::byte* numbers, std::int64_t count, Bits end) {
+    constexpr Bits kMagnitude = static_cast<Bits>(~Bits{0}) >> 1;
+    Bits largest = 0;
+    for (std::int64_t i = 0; i < count; ++i) {
+        const Bits magnitude = bits_at<Bits>(numbers, i) & kMagnitude;
+        const Bits taken = magnitude < end ? magnitude : Bits{0};
+        largest = taken > largest ? taken : largest;
+    }
+    return largest;
+}
+
+/// Largest |x|, NaN where there is one; without those that are not finite where `finite`.
+float largest_of(DType dtype, const std::byte* numbers, std::int64_t count, bool finite) {
+    switch (dtype) {
+        case DType::bf16: return bf16_to_float(largest_bits<std::uint16_t>(numbers, count, finite ? 0x7f80 : 0xffff));
+        case DType::fp16: return fp16_to_float(largest_bits<std::uint16_t>(numbers, count, finite ? 0x7c00 : 0xffff));
+        case DType::fp32: break;
+    }
+    return std::bit_cast<float>(largest_bits<std::uint32_t>(numbers, count, finite ? 0x7f800000U : 0xffffffffU));
+}
+
+}  // namespace
+
+void Fp8Numbers::load(std::int64_t row, std::int64_t column, std::int64_t count, float* to) const {
+    const std::int64_t element = static_cast<std::int64_t>(element_bytes(dtype_));
+    const float factor = factors_ != nullptr ? factors_[row] : factor_;
+    with_numbers(dtype_, rows_ + (row * columns_ + column) * element, [&](const auto& number) {
+        if (rounding_ == Rounding::int8) {
+            for (std::int64_t i = 0; i < count; ++i) to[i] = fp8::rounded_to_int8(number(i) * factor);
+        } else {
+            for (std::int64_t i = 0; i < count; ++i) to[i] = fp8::rounded_to_e4m3(number(i) * factor);
+        }
+    });
+}
+
+Fp8Numbers::Rounding logits_rounding(const Spec& spec) noexcept {
+    return spec.fp8 == Fp8Operands::int8 ? Fp8Numbers::Rounding::int8 : Fp8Numbers::Rounding::e4m3;
+}
+
+void fp8_row_scales(const Spec& spec, const std::byte* rows, std::int64_t count, float* factors, float* scales) {
+    const float most = spec.fp8 == Fp8Operands::int8 ? fp8::int8_most() : fp8::e4m3_most();
+    const std::int64_t row_bytes = spec.hidden_size * static_cast<std::int64_t>(element_bytes(spec.dtype));
+    for (std::int64_t i = 0; i < count; ++i) {
+        const fp8::RowScale scale = fp8::row_scale(largest_of(spec.dtype, rows + i * row_bytes, spec.hidden_size, false), most);
+        factors[i] = scale.factor;
+        scales[i] = scale.scale;
+    }
+}
+
+void LargestNumber::add(float number) noexcept {
+    if (!std::isfinite(number)) return;
+    const auto bits = std::bit_cast<std::uint32_t>(number);
+    std::uint32_t seen = bits_.load(std::memory_order_relaxed);
+    while (bits > seen && !bits_.compare_exchange_weak(seen, bits, std::memory_order_relaxed)) {
+    }
+}
+
+float largest_finite(DType dtype, const std::byte* numbers, std::int64_t count) { return largest_of(dtype, numbers, count, true); }
+
+void add_multiple(DType dtype, const std::byte* numbers, std::int64_t count, float factor, float* to) {
+    with_numbers(dtype, numbers, [&](const auto& number) {
+        for (std::int64_t i = 0; i < count; ++i) to[i] += factor * number(i);
+    });
+}
+
+void scale_products(float* tile, std::int64_t ld, std::int64_t rows, std::int64_t columns, const float* row_scales,
+                    const float* class_scales) {
+    for (std::int64_t i = 0; i < rows; ++i) {
+        float* row = tile + i * ld;
+        for (std::int64_t j = 0; j < columns; ++j) row[j] = fp8::product_of(row[j], row_scales[i], class_scales[j]);
+    }
+}
+
+int fp8_weight_power(const CpuContext& context, const CpuCall& call) {
+    constexpr std::int64_t kClassesPerTask = 256;
+    const Spec& spec = call.spec();
+    const std::int64_t row_bytes = spec.hidden_size * static_cast<std::int64_t>(element_bytes(spec.dtype));
+    const Blocks tasks = fixed_blocks(call.vocab_columns(), kClassesPerTask);
+    LargestNumber largest;
+    context.workers->run(tasks.count, context.threads, [&](std::int64_t task, std::int64_t) {
+        largest.add(
+            largest_finite(spec.dtype, call.pointer(Slot::weight) + tasks.begin(task) * row_bytes, tasks.length(task) * spec.hidden_size));
+    });
+    return fp8::e4m3_power(largest.value());
+}
+
+void round_exponentials(const Spec& spec, float* tile, std::int64_t ld, std::int64_t rows, std::int64_t columns) {
+    for (std::int64_t i = 0; i < rows; ++i) {
+        float* row = tile + i * ld;
+        if (spec.fp8_dlogits == Fp8Dlogits::e5m2) {
+            for (std::int64_t j = 0; j < columns; ++j) row[j] = fp8::rounded_to_e5m2(row[j]);
+        } else {
+            for (std::int64_t j = 0; j < columns; ++j) row[j] = fp8::rounded_to_e4m3(row[j]);
+        }
+    }
+}
+
+}  // namespace flce

@@ -1,0 +1,71 @@
+// Operands of an FP8 head on the CPU: numbers of the dtype become numbers of 8 bits as they are packed (templates/common/fp8_codes.cuh).
+#pragma once
+
+#include <atomic>
+#include <bit>
+#include <cstddef>
+#include <cstdint>
+
+#include "flce/spec.hpp"
+
+namespace flce {
+
+struct CpuContext;
+class CpuCall;
+
+/// Rows of the dtype's numbers that are read as 8-bit ones: each times its row's factor, and rounded. They stay floats, which hold all
+/// numbers of 8 bits.
+class Fp8Numbers {
+public:
+    enum class Rounding : std::uint8_t { int8, e4m3 };
+
+    /// `factors`: of row 0 and those behind it. Without them `factor` is all rows'.
+    Fp8Numbers(DType dtype, const std::byte* rows, std::int64_t columns, Rounding rounding, const float* factors, float factor = 1.F)
+        : dtype_(dtype), rounding_(rounding), rows_(rows), columns_(columns), factors_(factors), factor_(factor) {}
+
+    /// Loads `count` numbers of `row` from `column` on.
+    void load(std::int64_t row, std::int64_t column, std::int64_t count, float* to) const;
+
+private:
+    DType dtype_;
+    Rounding rounding_;
+    const std::byte* rows_;
+    std::int64_t columns_;
+    const float* factors_;
+    float factor_;
+};
+
+/// How operands of the logits are rounded.
+[[nodiscard]] Fp8Numbers::Rounding logits_rounding(const Spec& spec) noexcept;
+
+/// Factors and scales of rows [0, count) of the logits' operands.
+void fp8_row_scales(const Spec& spec, const std::byte* rows, std::int64_t count, float* factors, float* scales);
+
+/// Largest |x| of `count` numbers, without those that are not finite.
+[[nodiscard]] float largest_finite(DType dtype, const std::byte* numbers, std::int64_t count);
+
+/// Adds factor · x to `to`, for `count` numbers x of the dtype.
+void add_multiple(DType dtype, const std::byte* numbers, std::int64_t count, float factor, float* to);
+
+/// The tile of sums of products of codes becomes hidden · weightᵀ.
+void scale_products(float* tile, std::int64_t ld, std::int64_t rows, std::int64_t columns, const float* row_scales,
+                    const float* class_scales);
+
+/// The largest of numbers that several workers find.
+class LargestNumber {
+public:
+    /// `number`: not negative. What is not finite does not count.
+    void add(float number) noexcept;
+    [[nodiscard]] float value() const noexcept { return std::bit_cast<float>(bits_.load(std::memory_order_relaxed)); }
+
+private:
+    std::atomic<std::uint32_t> bits_{0};  ///< numbers without a sign are ordered as their bits are
+};
+
+/// m: the weight's numbers times 2^m are operands of grad_hidden.
+[[nodiscard]] int fp8_weight_power(const CpuContext& context, const CpuCall& call);
+
+/// Rounds a tile of exponentials to the format of the logits' gradients.
+void round_exponentials(const Spec& spec, float* tile, std::int64_t ld, std::int64_t rows, std::int64_t columns);
+
+}  // namespace flce

@@ -1,0 +1,197 @@
+// An FP8 head against its truth: options alone and together, shapes that fill no block, rows without numbers, and bits that repeat.
+#include "tests/support/fp8.hpp"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <limits>
+#include <tuple>
+
+#include "tests/support/kernel_run.hpp"
+#include "tests/support/level.hpp"
+#include "tests/support/option_sets.hpp"
+#include "tests/support/targets.hpp"
+
+namespace flce::test {
+namespace {
+
+const std::vector<OptionSet>& fp8_options() {
+    static const std::vector<OptionSet> sets = {
+        {"plain", [](Spec&) {}},
+        {"bias", [](Spec& s) { s.bias = true; }},
+        {"logit_scale", [](Spec& s) { s.logit_scale = -0.35; }},
+        {"softcap", [](Spec& s) { s.softcap = 5.0; }},
+        {"temperature", [](Spec& s) { s.temperature = true; }},
+        {"class_weight", [](Spec& s) { s.class_weight = true; }},
+        {"class_offset", [](Spec& s) { s.class_offset = true; }},
+        {"offset_gradient",
+         [](Spec& s) {
+             s.bias = s.class_offset = s.offset_gradient = true;
+             s.softcap = 5.0;
+         }},
+        {"z_loss", [](Spec& s) { s.z_loss = 1e-2; }},
+        {"token_weight", [](Spec& s) { s.token_weight = true; }},
+        {"lse", [](Spec& s) { s.outputs.lse = true; }},
+        {"logprobs", [](Spec& s) { s.outputs = {.loss = false, .logprobs = true}; }},
+        {"dft", [](Spec& s) { s.dft = s.outputs.logprobs = true; }},
+        {"top1", [](Spec& s) { s.outputs.top1 = s.outputs.log_sum_sq_probs = true; }},
+        {"padded", apply_padding},
+        {"tied", [](Spec& s) { s.tied = true, s.grad_weight_mode = GradMode::accumulate; }},
+        {"accumulate_fp32",
+         [](Spec& s) {
+             s.grad_weight_mode = GradMode::accumulate;
+             s.grad_weight_dtype = DType::fp32;
+             s.bias = true;
+         }},
+        {"everything",
+         [](Spec& s) {
+             apply_everything(s);
+             apply_padding(s);
+             s.label_smoothing = 0;
+             s.outputs.entropy = false;
+         }},
+    };
+    return sets;
+}
+
+struct Form {
+    const char* name;
+    Fp8Operands operands;
+    Fp8Dlogits dlogits;
+};
+void PrintTo(const Form& form, std::ostream* out) { *out << form.name; }
+constexpr Form kForms[] = {{"int8_e5m2", Fp8Operands::int8, Fp8Dlogits::e5m2},
+                           {"int8_e4m3", Fp8Operands::int8, Fp8Dlogits::e4m3},
+                           {"e4m3_e5m2", Fp8Operands::e4m3, Fp8Dlogits::e5m2},
+                           {"e4m3_e4m3", Fp8Operands::e4m3, Fp8Dlogits::e4m3}};
+
+class Fp8Head : public testing::TestWithParam<std::tuple<Target, DType, Form>> {
+protected:
+    void SetUp() override {
+        FLCE_REQUIRE_TARGET(target());
+        if (target() == Target::gpu && !smallest_scratch_bytes(spec(64, 64), device_of(Target::gpu))) {
+            GTEST_SKIP() << "no path of this GPU has " << spec(64, 64).text();
+        }
+    }
+    static Target target() { return std::get<0>(GetParam()); }
+    static Spec spec(std::int64_t hidden_size, std::int64_t vocab_size, void (*option)(Spec&) = [](Spec&) {}) {
+        Spec s{.hidden_size = hidden_size, .vocab_size = vocab_size, .dtype = std::get<1>(GetParam())};
+        s.fp8 = std::get<2>(GetParam()).operands;
+        s.fp8_dlogits = std::get<2>(GetParam()).dlogits;
+        option(s);
+        return s.normalized();
+    }
+    static void expect_right(const Spec& spec, const ProblemOptions& options) {
+        EXPECT_TRUE(run_and_judge(kernel_on(target(), spec), make_problem(spec, options)));
+    }
+};
+
+TEST_P(Fp8Head, EveryOption_IsWithinItsBounds) {
+    for (const OptionSet& set : fp8_options()) {
+        const Spec s = spec(96, 300, set.apply);
+        if (target() == Target::gpu && !smallest_scratch_bytes(s, device_of(Target::gpu))) continue;  // refused by name
+        SCOPED_TRACE(set.name);
+        const Reduction reduction = s.token_weight ? Reduction::weighted_mean : Reduction::mean;
+        expect_right(s, {.num_tokens = 70, .reduction = reduction, .seed = 3});
+    }
+}
+
+TEST_P(Fp8Head, RaggedShapes_AreWithinTheirBounds) {
+    const std::tuple<std::int64_t, std::int64_t, std::int64_t> shapes[] = {{1, 8, 2},      {1, 64, 1000},  {3, 24, 17},    {129, 16, 33},
+                                                                           {130, 40, 257}, {64, 272, 131}, {257, 136, 515}};
+    for (const auto& [n, d, v] : shapes) {
+        if (target() == Target::gpu && !smallest_scratch_bytes(spec(d, v), device_of(Target::gpu))) continue;
+        for (const Reduction reduction : {Reduction::mean, Reduction::sum, Reduction::none}) {
+            expect_right(spec(d, v), {.num_tokens = n, .reduction = reduction, .seed = 5});
+        }
+    }
+}
+
+TEST_P(Fp8Head, FewOrNoValidTokens_AreWithinTheirBounds) {
+    for (const Ignored ignored : {Ignored::none, Ignored::some, Ignored::all}) {
+        expect_right(spec(64, 130), {.num_tokens = 40, .ignored = ignored, .seed = 7});
+        expect_right(spec(64, 130), {.num_tokens = 0, .ignored = ignored});
+    }
+    Problem one = make_problem(spec(64, 130), {.num_tokens = 40, .ignored = Ignored::all, .seed = 7});
+    one.target[17] = 5;
+    EXPECT_TRUE(run_and_judge(kernel_on(target(), one.spec), one));
+}
+
+TEST_P(Fp8Head, ConfidentAndHugeLogits_AreWithinTheirBounds) {
+    expect_right(spec(64, 200), {.num_tokens = 50, .logits = Logits::saturated, .seed = 9});
+    expect_right(spec(64, 200), {.num_tokens = 50, .logits = Logits::huge, .seed = 9});
+    expect_right(spec(64, 200, [](Spec& s) { s.softcap = 30.0; }), {.num_tokens = 50, .logits = Logits::saturated, .seed = 9});
+}
+
+TEST_P(Fp8Head, RowsOfZeros_HaveCodesAndScalesOfZero) {
+    Problem p = make_problem(spec(64, 200), {.num_tokens = 50, .ignored = Ignored::none, .seed = 11});
+    std::fill_n(p.hidden.begin() + 3 * 64, 64, 0.F);
+    std::fill_n(p.weight.begin() + 7 * 64, 2 * 64, 0.F);
+    EXPECT_TRUE(run_and_judge(kernel_on(target(), p.spec), p));
+    std::fill(p.hidden.begin(), p.hidden.end(), 0.F);
+    EXPECT_TRUE(run_and_judge(kernel_on(target(), p.spec), p));
+    std::fill(p.weight.begin(), p.weight.end(), 0.F);
+    EXPECT_TRUE(run_and_judge(kernel_on(target(), p.spec), p));
+}
+
+// A token's NaN stays its own; a class's is in every loss. An ignored token's row may hold anything.
+TEST_P(Fp8Head, RowsWithoutNumbers_MakeNaNOfWhatMeetsThem) {
+    constexpr float kNone[] = {std::numeric_limits<float>::quiet_NaN(), -std::numeric_limits<float>::infinity()};
+    for (const float none : kNone) {
+        Problem p = make_problem(spec(64, 200), {.num_tokens = 50, .ignored = Ignored::none, .seed = 13});
+        p.target[9] = p.options.ignore_index;
+        std::fill_n(p.hidden.begin() + 9 * 64, 64, none);
+        EXPECT_TRUE(run_and_judge(kernel_on(target(), p.spec), p)) << "an ignored token";
+        p.hidden[20 * 64 + 5] = none;
+        EXPECT_TRUE(run_and_judge(kernel_on(target(), p.spec), p)) << "a token";
+        p.weight[30 * 64 + 1] = none;
+        EXPECT_TRUE(run_and_judge(kernel_on(target(), p.spec), p)) << "a class";
+    }
+}
+
+TEST_P(Fp8Head, ClassesRuledOutByTheirOffset_HaveNoGradient) {
+    Problem p = make_problem(spec(64, 200, [](Spec& s) { s.class_offset = true; }), {.num_tokens = 50, .seed = 15});
+    for (std::size_t j = 100; j < 160; ++j) {
+        if (std::ranges::find(p.target, static_cast<std::int64_t>(j)) == p.target.end()) {
+            p.class_offset[j] = -std::numeric_limits<float>::infinity();
+        }
+    }
+    EXPECT_TRUE(run_and_judge(kernel_on(target(), p.spec), p));
+}
+
+TEST_P(Fp8Head, TwiceAndInAnyMemory_HasTheSameBits) {
+    const Spec s = spec(96, 700);
+    const Problem p = make_problem(s, {.num_tokens = 150, .seed = 17});
+    const auto kernel = kernel_on(target(), s);
+    const auto bytes = [&](std::size_t retained) {
+        KernelRun run(kernel, p);
+        run.retain(RetainedPlace::own, retained);
+        run.forward();
+        run.backward();
+        return run.all_bytes();
+    };
+    const auto once = bytes(0);
+    EXPECT_EQ(bytes(0), once);
+    if (target() == Target::gpu) return;  // references of exponentials that are retained are others
+    auto retained = bytes(kernel->retained_bytes(150));
+    retained.erase("retained");
+    EXPECT_EQ(retained, once);
+}
+
+INSTANTIATE_TEST_SUITE_P(Cpu, Fp8Head,
+                         testing::Combine(testing::Values(Target::cpu), testing::Values(DType::bf16, DType::fp16, DType::fp32),
+                                          testing::ValuesIn(kForms)));
+INSTANTIATE_TEST_SUITE_P(Gpu, Fp8Head,
+                         testing::Combine(testing::Values(Target::gpu), testing::Values(DType::bf16), testing::ValuesIn(kForms)));
+
+// Products in few rows and columns at a time: steps in flight, several blocks of tokens, chunks of the vocabulary.
+TEST(Fp8Blocks, LittleScratch_HasTheSameRounding) {
+    FLCE_REQUIRE_TARGET(Target::cpu);
+    Spec s = parse_spec("D=64,V=900,fp8,grad_weight_dtype=fp32");
+    const std::int64_t least = smallest_scratch_bytes(s, device_of(Target::cpu)).value();
+    const Plan plan = choose_plan(s, device_of(Target::cpu), {.scratch_bytes = least});
+    EXPECT_TRUE(run_and_judge(kernel_on(Target::cpu, s, plan.text()), make_problem(s, {.num_tokens = 300, .seed = 19})));
+}
+
+}  // namespace
+}  // namespace flce::test

@@ -1,0 +1,417 @@
+#include "tests/support/fp8.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "tests/support/number_formats.hpp"
+
+namespace flce::test {
+namespace {
+
+constexpr double kU = 0x1p-24;
+constexpr double kLog2E = 1.44269504F;  // as fp32 has it
+
+/// A floating-point format of 8 bits.
+struct Format {
+    int bits;   ///< behind the leading one
+    int least;  ///< exponent of the smallest normal number
+    double most;
+};
+constexpr Format kE4m3{3, -6, 448};
+constexpr Format kE5m2{2, -14, 57344};
+
+double quantum(const Format& format, double size) {
+    const int exponent = size > 0 ? std::max(std::ilogb(size), format.least) : format.least;
+    return std::ldexp(1.0, exponent - format.bits);
+}
+/// The nearest number, of two the even one, and the largest for everything beyond.
+double nearest(const Format& format, double x) {
+    if (std::isnan(x)) return x;
+    const double size = std::min(std::fabs(x), format.most);
+    const double unit = quantum(format, size);
+    return std::copysign(std::min(std::nearbyint(size / unit) * unit, format.most), x);
+}
+/// How far the number of something between `low` and `high` may be from `number`.
+double doubt(const Format& format, double number, double low, double high) {
+    return std::max(std::fabs(nearest(format, high) - number), std::fabs(nearest(format, low) - number));
+}
+
+/// The largest power of two with which `largest` stays within e4m3's range.
+int power_for(double largest) {
+    int power = -120;
+    if (!(largest > 0)) return 0;
+    while (power < 120 && std::ldexp(largest, power + 1) <= kE4m3.most) ++power;
+    return power;
+}
+
+/// One row of the logits' operands.
+struct Codes {
+    std::vector<double> codes;
+    float scale = 0;
+};
+Codes codes_of(const Spec& spec, const float* row) {
+    Codes result;
+    result.codes.assign(static_cast<std::size_t>(spec.hidden_size), 0.0);
+    float largest = 0;
+    for (std::int64_t k = 0; k < spec.hidden_size; ++k) {
+        if (!std::isfinite(row[k])) {
+            result.scale = std::numeric_limits<float>::quiet_NaN();
+            return result;
+        }
+        largest = std::max(largest, std::fabs(row[k]));
+    }
+    if (largest < 0x1p-100F) return result;
+    const float most = spec.fp8 == Fp8Operands::int8 ? 127.F : 448.F;
+    const float factor = most / largest;
+    result.scale = largest / most;
+    for (std::int64_t k = 0; k < spec.hidden_size; ++k) {
+        const float scaled = row[k] * factor;
+        result.codes[k] =
+            spec.fp8 == Fp8Operands::int8 ? std::clamp(std::nearbyint(double(scaled)), -127.0, 127.0) : nearest(kE4m3, double(scaled));
+    }
+    return result;
+}
+
+double slope_of_softcap(const Spec& spec, double x) {
+    if (spec.softcap <= 0 || spec.offset_gradient) return 1;
+    const double t = std::tanh(spec.logit_scale * x / spec.softcap);
+    return 1 - t * t;
+}
+
+/// A token's numbers in backward.
+struct Row {
+    bool valid = false;
+    std::int64_t label = 0;
+    double a = 0, t = 0, a_terms = 0;  ///< factor of its probabilities, what the label's is less by, and Σ |terms| of the first
+    double gain = 1;                   ///< slope that all of its logits have
+    double k = 0;
+    double r = 0, r_error = 0;
+    double label_gradient = 0, label_error = 0;
+    Codes hidden;
+    std::vector<double> e, e_doubt, e_ties;  ///< [V]: exponentials as codes have them, how far off they may be, and that by ties
+    std::vector<double> h, h_doubt, h_ties;  ///< [D]: hidden states as operands of grad_weight
+};
+
+class TruthMaker {
+public:
+    TruthMaker(const Problem& problem, const std::vector<float>& lse, const std::vector<float>& logprobs, const Fp8Tolerance& tolerance)
+        : problem_(problem),
+          layer_(layer_of(problem)),
+          spec_(problem.spec),
+          lse_(lse),
+          logprobs_(logprobs),
+          tolerance_(tolerance),
+          divide_(divisors(layer_)),
+          format_(spec_.fp8_dlogits == Fp8Dlogits::e5m2 ? kE5m2 : kE4m3) {}
+
+    Fp8Truth make() {
+        const std::int64_t n = problem_.num_tokens();
+        const std::int64_t v = spec_.vocab_size;
+        for (std::int64_t j = 0; j < v; ++j) weight_.push_back(codes_of(spec_, layer_.weight + j * spec_.hidden_size));
+        rows_.resize(static_cast<std::size_t>(n));
+        for (std::int64_t i = 0; i < n; ++i) set_row(i, rows_[i]);
+        find_powers();
+        for (Row& row : rows_) {
+            if (row.valid) set_hidden(row);
+        }
+        out_.grad_hidden.assign(static_cast<std::size_t>(n * spec_.hidden_size), 0.0);
+        out_.grad_weight.assign(static_cast<std::size_t>(v * spec_.hidden_size), 0.0);
+        out_.hidden_limit = out_.grad_hidden;
+        out_.weight_limit = out_.grad_weight;
+        for (std::int64_t i = 0; i < n; ++i) {
+            if (rows_[i].valid) set_grad_hidden(i);
+        }
+        for (std::int64_t j = 0; j < v; ++j) set_grad_weight(j);
+        if (layer_.bias != nullptr) {
+            for (std::int64_t j = 0; j < v; ++j) add_grad_bias(j);
+        }
+        out_.hidden_ties = std::sqrt(out_.hidden_ties);
+        out_.weight_ties = std::sqrt(out_.weight_ties);
+        out_.bias_ties = std::sqrt(out_.bias_ties);
+        return std::move(out_);
+    }
+
+private:
+    [[nodiscard]] double upstream(const float* values, std::int64_t i, double absent) const {
+        return values != nullptr ? double(values[i]) : absent;
+    }
+
+    void set_coefficients(std::int64_t i, Row& row) const {
+        const double factor = layer_.token_weight_of(i) * (spec_.dft ? std::exp(double(logprobs_[i])) : 1);
+        const double g = factor * upstream(layer_.grad_loss, layer_.reduction == Reduction::none ? i : 0, spec_.outputs.loss ? 1 : 0);
+        const double hard = g / divide_.cross_entropy * layer_.class_weight_of(row.label);
+        const double z_loss = g / divide_.z_loss * spec_.z_loss * 2 * double(lse_[i]);
+        const double of_lse = upstream(layer_.grad_lse, i, 0);
+        const double of_logprob = upstream(layer_.grad_logprobs, i, 0);
+        row.a = hard + z_loss + of_lse - of_logprob;
+        row.a_terms = std::fabs(hard) + std::fabs(z_loss) + std::fabs(of_lse) + std::fabs(of_logprob);
+        row.t = hard - of_logprob;
+        row.gain = (spec_.offset_gradient ? 1 : spec_.logit_scale) / layer_.temperature_of(i);
+    }
+
+    void set_row(std::int64_t i, Row& row) {
+        row.valid = layer_.valid(i);
+        if (!row.valid) return;
+        row.label = layer_.target[i];
+        set_coefficients(i, row);
+        row.hidden = codes_of(spec_, layer_.hidden + i * spec_.hidden_size);
+        const double lse = lse_[i];
+        row.k = std::floor(lse_[i] * 1.44269504F) - (spec_.fp8_dlogits == Fp8Dlogits::e5m2 ? 14 : 7);
+        const double unit = std::exp2(row.k - lse * kLog2E);
+        row.r = row.a * row.gain * unit;
+        row.r_error = std::fabs(unit * row.gain) * (40 * kU * row.a_terms + (spec_.dft ? 8 * kU * row.a_terms : 0));
+        for (auto* values : {&row.e, &row.e_doubt, &row.e_ties}) values->assign(static_cast<std::size_t>(spec_.vocab_size), 0.0);
+        for (std::int64_t j = 0; j < spec_.vocab_size; ++j) set_exponential(i, j, row);
+    }
+
+    void set_exponential(std::int64_t i, std::int64_t j, Row& row) const {
+        double sum = 0;
+        double squares = 0;
+        for (std::int64_t k = 0; k < spec_.hidden_size; ++k) {
+            const double product = row.hidden.codes[k] * weight_[j].codes[k];
+            sum += product;
+            squares += product * product;
+        }
+        const double scale = double(row.hidden.scale) * double(weight_[j].scale);
+        const double bias = layer_.bias != nullptr ? double(layer_.bias[j]) : 0;
+        const double offset = layer_.offset_of(i, j);
+        const double x = sum * scale + bias;
+        const double z = logit_of(spec_, x, offset, layer_.temperature_of(i));
+        const double depth = std::sqrt(double(spec_.hidden_size));
+        const double summed = spec_.fp8 == Fp8Operands::int8 ? 0 : 4 * depth * kU * scale * (std::sqrt(squares) + std::fabs(sum));
+        const double x_error = summed + 4 * kU * (std::fabs(sum * scale) + std::fabs(bias));
+        const double offset_size = std::isfinite(offset) ? std::fabs(offset) : 0;
+        const double z_error = std::fabs(spec_.logit_scale) / layer_.temperature_of(i) * x_error +
+                               8 * kU * (std::fabs(z) + offset_size / layer_.temperature_of(i));
+        const double slope = slope_of_softcap(spec_, x);
+        const double slope_error = spec_.softcap > 0 && !spec_.offset_gradient ? 24 * kU + 4 * x_error / spec_.softcap : 0;
+        if (j == row.label) {
+            const double p = std::exp(z - double(lse_[i]));
+            const double inner = row.a * p - row.t;
+            row.label_gradient = inner * slope * row.gain;
+            const double inner_error = std::fabs(row.a) * p * (z_error + 4 * kU * (std::fabs(double(lse_[i])) + std::fabs(z) + 4)) +
+                                       16 * kU * (row.a_terms * p + std::fabs(row.t) + row.a_terms);
+            row.label_error = std::fabs(row.gain) * (inner_error * slope + std::fabs(inner) * slope_error);
+            return;
+        }
+        const double power = z * kLog2E - row.k;
+        const double power_error = 2 * z_error + 4 * kU * (std::fabs(z) * 2 + std::fabs(row.k) + 8);
+        row.e[j] = nearest(format_, std::exp2(power) * slope);
+        const double low = std::exp2(power - power_error) * std::max(0.0, slope - slope_error);
+        const double high = std::exp2(power + power_error) * (slope + slope_error);
+        row.e_ties[j] = doubt(format_, row.e[j], low, high);
+        row.e_doubt[j] = row.e_ties[j] + below_range(format_, high, row.e[j]);
+    }
+
+    /// Further error of a number that another kernel may have lower in the format's range.
+    [[nodiscard]] double below_range(const Format& format, double size, double number) const {
+        if (tolerance_.octaves == 0 || !(size < std::ldexp(1.0, format.least + tolerance_.octaves))) return 0;
+        const double unit = std::ldexp(1.0, format.least - format.bits + tolerance_.octaves);
+        return std::min(unit / 2 + quantum(format, std::fabs(number)), size + std::fabs(number));
+    }
+
+    void find_powers() {
+        double largest = 0;
+        for (std::int64_t at = 0; at < spec_.vocab_size * spec_.hidden_size; ++at) {
+            if (std::isfinite(layer_.weight[at])) largest = std::max(largest, std::fabs(double(layer_.weight[at])));
+        }
+        weight_power_ = power_for(largest);
+        double of_tokens = 0;
+        for (std::size_t i = 0; i < rows_.size(); ++i) {
+            if (!rows_[i].valid) continue;
+            double most = 0;
+            for (std::int64_t k = 0; k < spec_.hidden_size; ++k) {
+                const double h = layer_.hidden[static_cast<std::int64_t>(i) * spec_.hidden_size + k];
+                if (std::isfinite(h)) most = std::max(most, std::fabs(h));
+            }
+            if (std::isfinite(rows_[i].r * most)) of_tokens = std::max(of_tokens, std::fabs(rows_[i].r) * most);
+        }
+        hidden_power_ = power_for(of_tokens);
+    }
+
+    void set_hidden(Row& row) const {
+        const float* hidden = layer_.hidden + (&row - rows_.data()) * spec_.hidden_size;
+        for (std::int64_t k = 0; k < spec_.hidden_size; ++k) {
+            const double x = std::ldexp(double(hidden[k]) * row.r, hidden_power_);
+            const double error = std::ldexp(std::fabs(double(hidden[k])) * (row.r_error + 4 * kU * std::fabs(row.r)), hidden_power_);
+            const double number = nearest(kE4m3, x);
+            row.h.push_back(number);
+            row.h_ties.push_back(doubt(kE4m3, number, x - error, x + error));
+            row.h_doubt.push_back(row.h_ties.back() + below_range(kE4m3, std::fabs(x), number));
+        }
+    }
+
+    [[nodiscard]] double summing(std::int64_t length) const { return tolerance_.sum_roundoff * (8 + 3 * std::sqrt(double(length))); }
+    [[nodiscard]] double storing(double value, DType dtype) const {
+        return tolerance_.store_roundings * (1.01 * unit_roundoff(dtype) * std::fabs(value) + underflow_error(dtype));
+    }
+
+    void set_grad_hidden(std::int64_t i) {
+        const Row& row = rows_[i];
+        const double unit = std::ldexp(1.0, -weight_power_);
+        for (std::int64_t k = 0; k < spec_.hidden_size; ++k) {
+            double sum = 0;
+            double sizes = 0;
+            double doubts = 0;
+            double ties = 0;
+            for (std::int64_t j = 0; j < spec_.vocab_size; ++j) {
+                const double w = nearest(kE4m3, std::ldexp(double(layer_.weight[j * spec_.hidden_size + k]), weight_power_));
+                sum += row.e[j] * w;
+                sizes += std::fabs(row.e[j] * w);
+                doubts += row.e_doubt[j] * std::fabs(w);
+                ties += row.e_ties[j] * row.e_ties[j] * w * w;
+            }
+            const double own = layer_.weight[row.label * spec_.hidden_size + k];
+            const std::int64_t at = i * spec_.hidden_size + k;
+            out_.grad_hidden[at] = row.r * unit * sum + row.label_gradient * own;
+            out_.hidden_limit[at] = std::fabs(row.r) * unit * (doubts + summing(spec_.vocab_size) * sizes) + row.r_error * unit * sizes +
+                                    row.label_error * std::fabs(own) + 4 * kU * std::fabs(row.label_gradient * own) +
+                                    storing(out_.grad_hidden[at], grad_hidden_dtype(spec_));
+            out_.hidden_ties += row.r * row.r * unit * unit * ties;
+        }
+    }
+
+    void set_grad_weight(std::int64_t j) {
+        const double unit = std::ldexp(1.0, -hidden_power_);
+        for (std::int64_t k = 0; k < spec_.hidden_size; ++k) {
+            double sum = 0;
+            double sizes = 0;
+            double doubts = 0;
+            double ties = 0;
+            double own = 0;
+            double own_error = 0;
+            for (std::size_t i = 0; i < rows_.size(); ++i) {
+                const Row& row = rows_[i];
+                if (!row.valid) continue;
+                sum += row.e[j] * row.h[k];
+                sizes += std::fabs(row.e[j] * row.h[k]);
+                doubts += row.e_doubt[j] * (std::fabs(row.h[k]) + row.h_doubt[k]) + row.e[j] * row.h_doubt[k];
+                ties += row.e_ties[j] * row.e_ties[j] * row.h[k] * row.h[k] + row.e[j] * row.e[j] * row.h_ties[k] * row.h_ties[k];
+                if (row.label != j) continue;
+                const double h = layer_.hidden[static_cast<std::int64_t>(i) * spec_.hidden_size + k];
+                own += row.label_gradient * h;
+                own_error += (row.label_error + 8 * kU * std::fabs(row.label_gradient)) * std::fabs(h);
+            }
+            const std::int64_t at = j * spec_.hidden_size + k;
+            out_.grad_weight[at] = unit * sum + own;
+            const double old = problem_.old_grad_weight.empty() ? 0 : double(problem_.old_grad_weight[at]);
+            out_.weight_limit[at] = unit * (doubts + summing(std::ssize(rows_)) * sizes) + own_error +
+                                    4 * kU * (std::fabs(own) + std::fabs(old)) +
+                                    storing(std::fabs(out_.grad_weight[at]) + std::fabs(old), spec_.grad_weight_dtype);
+            out_.weight_ties += unit * unit * ties;
+        }
+    }
+
+    void add_grad_bias(std::int64_t j) {
+        double sum = 0;
+        double limit = 0;
+        for (const Row& row : rows_) {
+            if (!row.valid) continue;
+            const bool own = row.label == j;
+            const double part = own ? row.label_gradient : row.r * row.e[j];
+            sum += part;
+            limit += (own ? row.label_error : std::fabs(row.r) * row.e_doubt[j] + row.r_error * row.e[j]) +
+                     kU * (8 + 3 * std::sqrt(double(rows_.size()))) * std::fabs(part);
+            out_.bias_ties += row.r * row.r * row.e_ties[j] * row.e_ties[j];
+        }
+        const double old = problem_.old_grad_bias.empty() ? 0 : double(problem_.old_grad_bias[j]);
+        out_.grad_bias.push_back(sum);
+        out_.bias_limit.push_back(limit + storing(std::fabs(sum) + std::fabs(old), spec_.grad_weight_dtype));
+    }
+
+    const Problem& problem_;
+    const Layer<float> layer_;
+    const Spec& spec_;
+    const std::vector<float>& lse_;
+    const std::vector<float>& logprobs_;
+    const Fp8Tolerance tolerance_;
+    const Divisors divide_;
+    const Format format_;
+    std::vector<Codes> weight_;
+    std::vector<Row> rows_;
+    int weight_power_ = 0;
+    int hidden_power_ = 0;
+    Fp8Truth out_;
+};
+
+/// One gradient: each number within its limit, and the whole within the dtype's cap and what ties add.
+std::string judge_gradient(const char* name, std::vector<double> got, std::vector<double> truth, const std::vector<double>& limit,
+                           const std::vector<float>& old, double ties, double cap) {
+    if (got.empty()) return {};
+    if (got.size() != truth.size()) return fmt::format("\n  {}: {} numbers where {} are expected", name, got.size(), truth.size());
+    double error2 = 0;
+    double size2 = 0;
+    for (std::size_t at = 0; at < got.size(); ++at) {
+        if (!old.empty()) truth[at] += double(old[at]);
+        size2 += std::isfinite(truth[at]) ? truth[at] * truth[at] : 0;
+        if (!std::isfinite(truth[at])) {
+            if (std::isfinite(got[at])) return fmt::format("\n  {}: [{}] is {}, should be {}", name, at, got[at], truth[at]);
+            continue;
+        }
+        const double error = std::fabs(got[at] - truth[at]);
+        if (!(error <= limit[at])) {
+            return fmt::format("\n  {}: [{}] is {}, should be {}: off by {:.3e}, limit {:.3e}", name, at, got[at], truth[at], error,
+                               limit[at]);
+        }
+        error2 += error * error;
+    }
+    const double bound = cap * std::sqrt(size2) + 2 * ties;
+    if (std::sqrt(error2) <= bound || std::sqrt(error2) < 1e-30) return {};
+    return fmt::format("\n  {}: error {:.3e} over bound {:.3e}, norm {:.3e}", name, std::sqrt(error2), bound, std::sqrt(size2));
+}
+
+}  // namespace
+
+Fp8Tolerance fp8_tolerance(bool on_gpu) {
+    // Exponentials above a row's reference, and sums of FP8 products in tensor cores: docs/numerics.md.
+    if (on_gpu) return {.octaves = 12, .sum_roundoff = 0x1p-13, .store_roundings = 2};
+    return {};
+}
+
+std::vector<float> dequantised_rows(const Spec& spec, const std::vector<float>& rows) {
+    std::vector<float> numbers(rows.size());
+    for (std::size_t first = 0; first < rows.size(); first += static_cast<std::size_t>(spec.hidden_size)) {
+        const Codes codes = codes_of(spec, &rows[first]);
+        for (std::size_t k = 0; k < codes.codes.size(); ++k) numbers[first + k] = static_cast<float>(codes.codes[k] * double(codes.scale));
+    }
+    return numbers;
+}
+
+Problem dequantised(const Problem& problem) {
+    Problem plain = problem;
+    plain.spec.fp8 = Fp8Operands::none;
+    plain.spec.fp8_dlogits = Fp8Dlogits::e5m2;
+    plain.hidden = dequantised_rows(problem.spec, problem.hidden);
+    plain.weight = dequantised_rows(problem.spec, problem.weight);
+    return plain;
+}
+
+Fp8Truth fp8_truth(const Problem& problem, const std::vector<float>& lse, const std::vector<float>& logprobs,
+                   const Fp8Tolerance& tolerance) {
+    return TruthMaker(problem, lse, logprobs, tolerance).make();
+}
+
+std::string fp8_failures(const Problem& problem, const KernelOutputs& got, const std::vector<float>& lse,
+                         const std::vector<float>& logprobs, const Fp8Tolerance& tolerance) {
+    const Problem plain = dequantised(problem);
+    const Selection all = select_all(problem);
+    KernelOutputs outputs = got;
+    outputs.grad_hidden.clear();
+    outputs.grad_weight.clear();
+    outputs.grad_bias.clear();
+    std::string text = failures(judge(plain, all, outputs, oracle(layer_of(plain), all), reference(plain, all)));
+    const Fp8Truth truth = fp8_truth(problem, lse, logprobs, tolerance);
+    // Sums of products of tensor cores are far from fp32's.
+    const double cap =
+        gradient_error_cap(problem.spec.dtype) + (problem.spec.dtype == DType::fp32 ? 2e-5 : 0) + (tolerance.sum_roundoff > kU ? 2e-2 : 0);
+    text += judge_gradient("grad_hidden", got.grad_hidden, truth.grad_hidden, truth.hidden_limit, {}, truth.hidden_ties, cap);
+    text += judge_gradient("grad_weight", got.grad_weight, truth.grad_weight, truth.weight_limit, problem.old_grad_weight,
+                           truth.weight_ties, cap);
+    text += judge_gradient("grad_bias", got.grad_bias, truth.grad_bias, truth.bias_limit, problem.old_grad_bias, truth.bias_ties, cap);
+    return text;
+}
+
+}  // namespace flce::test

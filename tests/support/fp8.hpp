@@ -1,0 +1,40 @@
+// The truth of an FP8 head: its numbers of 8 bits by definition, everything else in fp64. Shares nothing with the library.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "tests/support/compare.hpp"
+
+namespace flce::test {
+
+/// How far a right kernel may be from the truth beyond the roundings of fp32.
+struct Fp8Tolerance {
+    /// Octaves by which a row's exponentials may lie lower than those whose sum is known, and a token's hidden states times its factor than
+    /// the truth's: what is subnormal then has larger roundings.
+    int octaves = 0;
+    double sum_roundoff = 0x1p-24;  ///< error of one addition to a sum of products of 8 bits, relative to the sum so far
+    int store_roundings = 1;        ///< roundings of a gradient to its dtype
+};
+[[nodiscard]] Fp8Tolerance fp8_tolerance(bool on_gpu);
+
+/// A row of numbers as the logits' operands have it: codes times the row's scale.
+[[nodiscard]] std::vector<float> dequantised_rows(const Spec& spec, const std::vector<float>& rows);
+/// The layer without fp8 whose numbers are those of the operands of the logits. Its outputs, without gradients, are those of the FP8 head.
+[[nodiscard]] Problem dequantised(const Problem& problem);
+
+/// Gradients, and for each number the most that a right kernel's differs by. Codes near a tie may be either one.
+struct Fp8Truth {
+    std::vector<double> grad_hidden, grad_weight, grad_bias;
+    std::vector<double> hidden_limit, weight_limit, bias_limit;
+    double hidden_ties = 0, weight_ties = 0, bias_ties = 0;  ///< Euclidean norms of the limits' part by codes that are near a tie
+};
+/// `lse`, `logprobs` (with dft): what forward has written, which backward reads.
+[[nodiscard]] Fp8Truth fp8_truth(const Problem& problem, const std::vector<float>& lse, const std::vector<float>& logprobs,
+                                 const Fp8Tolerance& tolerance);
+
+/// Judges a whole problem's outputs; empty when everything passed.
+[[nodiscard]] std::string fp8_failures(const Problem& problem, const KernelOutputs& got, const std::vector<float>& lse,
+                                       const std::vector<float>& logprobs, const Fp8Tolerance& tolerance);
+
+}  // namespace flce::test
