@@ -359,7 +359,7 @@ private:
         }
     }
 
-    /// As above, of classes [range.row, range.row + range.rows) of the chunk: tokens in their order.
+    /// Products of codes become gradients of classes [range.row, range.row + range.rows) of the chunk; targets' terms come token by token.
     void finish_fp8_weight(float* tile, const Step& s, const TileRange& range) const {
         const float factor = fp8::power_of_two(-hidden_power_);
         for (std::int64_t i = 0; i < range.rows; ++i) {

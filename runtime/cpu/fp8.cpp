@@ -19,12 +19,21 @@ Bits bits_at(const std::byte* numbers, std::int64_t i) {
     return bits;
 }
 
+/// fp16_to_float without fp32's subnormal numbers on the way, which workers take for 0.
+float fp16_number(std::uint16_t bits) {
+    const std::uint32_t sign = static_cast<std::uint32_t>(bits & 0x8000U) << 16;
+    const std::uint32_t magnitude = bits & 0x7fffU;
+    const float subnormal = static_cast<float>(static_cast<std::int32_t>(magnitude)) * 0x1p-24F;
+    const float normal = std::bit_cast<float>((magnitude << 13) + (magnitude < 0x7c00U ? 112U << 23 : 224U << 23));
+    return std::bit_cast<float>(std::bit_cast<std::uint32_t>(magnitude < 0x400U ? subnormal : normal) | sign);
+}
+
 /// Calls body(number of index i) for a dtype that is known when this is compiled.
 template <class Body>
 void with_numbers(DType dtype, const std::byte* numbers, const Body& body) {
     switch (dtype) {
         case DType::bf16: return body([numbers](std::int64_t i) { return bf16_to_float(bits_at<std::uint16_t>(numbers, i)); });
-        case DType::fp16: return body([numbers](std::int64_t i) { return fp16_to_float(bits_at<std::uint16_t>(numbers, i)); });
+        case DType::fp16: return body([numbers](std::int64_t i) { return fp16_number(bits_at<std::uint16_t>(numbers, i)); });
         case DType::fp32: return body([numbers](std::int64_t i) { return std::bit_cast<float>(bits_at<std::uint32_t>(numbers, i)); });
     }
 }
@@ -47,7 +56,7 @@ Bits largest_bits(const std::byte* numbers, std::int64_t count, Bits end) {
 float largest_of(DType dtype, const std::byte* numbers, std::int64_t count, bool finite) {
     switch (dtype) {
         case DType::bf16: return bf16_to_float(largest_bits<std::uint16_t>(numbers, count, finite ? 0x7f80 : 0xffff));
-        case DType::fp16: return fp16_to_float(largest_bits<std::uint16_t>(numbers, count, finite ? 0x7c00 : 0xffff));
+        case DType::fp16: return fp16_number(largest_bits<std::uint16_t>(numbers, count, finite ? 0x7c00 : 0xffff));
         case DType::fp32: break;
     }
     return std::bit_cast<float>(largest_bits<std::uint32_t>(numbers, count, finite ? 0x7f800000U : 0xffffffffU));

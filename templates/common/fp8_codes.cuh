@@ -34,8 +34,12 @@ FLCE_HOST_DEVICE float power_of_two(int n) { return float_of(static_cast<unsigne
 
 /// Rounds to the nearest integer, ties to even, for |x| below 2^22.
 FLCE_HOST_DEVICE float to_integer(float x) {
+#if defined(__CUDACC__) || defined(__aarch64__)
+    return rintf(x);  // an instruction there, which no compiler fuses with the product before it
+#else
     constexpr float kShift = 12582912.f;  // 1.5 · 2^23
     return (x + kShift) - kShift;
+#endif
 }
 
 /// Rounds to the nearest number with this many bits behind the leading one and, from 2^kLeast down, their spacing there; ties to even. What

@@ -3,10 +3,11 @@
 
 #include <gtest/gtest.h>
 
-#include <cmath>
+#include <algorithm>
 #include <limits>
 #include <tuple>
 
+#include "generator/planner.hpp"
 #include "tests/support/kernel_run.hpp"
 #include "tests/support/level.hpp"
 #include "tests/support/option_sets.hpp"
@@ -168,14 +169,15 @@ TEST_P(Fp8Head, TwiceAndInAnyMemory_HasTheSameBits) {
         run.retain(RetainedPlace::own, retained);
         run.forward();
         run.backward();
-        return run.all_bytes();
+        auto all = run.all_bytes();
+        std::erase_if(all, [](const auto& each) { return each.first.ends_with("workspace") || each.first == "retained"; });
+        return all;
     };
     const auto once = bytes(0);
-    EXPECT_EQ(bytes(0), once);
+    EXPECT_TRUE(bytes(0) == once);
     if (target() == Target::gpu) return;  // references of exponentials that are retained are others
-    auto retained = bytes(kernel->retained_bytes(150));
-    retained.erase("retained");
-    EXPECT_EQ(retained, once);
+    EXPECT_TRUE(bytes(kernel->retained_bytes(150)) == once);
+    EXPECT_TRUE(bytes(kernel->retained_bytes(150) / 2) == once);
 }
 
 INSTANTIATE_TEST_SUITE_P(Cpu, Fp8Head,

@@ -12,7 +12,7 @@ namespace flce::test {
 namespace {
 
 constexpr double kU = 0x1p-24;
-constexpr double kLog2E = 1.44269504F;  // as fp32 has it
+constexpr double kLog2E = 1.44269504F;  // fp32's
 
 /// A floating-point format of 8 bits.
 struct Format {
@@ -183,22 +183,23 @@ private:
         const double depth = std::sqrt(double(spec_.hidden_size));
         const double summed = spec_.fp8 == Fp8Operands::int8 ? 0 : 4 * depth * kU * scale * (std::sqrt(squares) + std::fabs(sum));
         const double x_error = summed + 4 * kU * (std::fabs(sum * scale) + std::fabs(bias));
-        const double offset_size = std::isfinite(offset) ? std::fabs(offset) : 0;
-        const double z_error = std::fabs(spec_.logit_scale) / layer_.temperature_of(i) * x_error +
-                               8 * kU * (std::fabs(z) + offset_size / layer_.temperature_of(i));
+        const double offset_size = std::isinf(offset) ? 0 : std::fabs(offset);
+        const double z_size = std::isinf(offset) ? 0 : std::fabs(z);
+        const double z_error =
+            std::fabs(spec_.logit_scale) / layer_.temperature_of(i) * x_error + 8 * kU * (z_size + offset_size / layer_.temperature_of(i));
         const double slope = slope_of_softcap(spec_, x);
         const double slope_error = spec_.softcap > 0 && !spec_.offset_gradient ? 24 * kU + 4 * x_error / spec_.softcap : 0;
         if (j == row.label) {
             const double p = std::exp(z - double(lse_[i]));
             const double inner = row.a * p - row.t;
             row.label_gradient = inner * slope * row.gain;
-            const double inner_error = std::fabs(row.a) * p * (z_error + 4 * kU * (std::fabs(double(lse_[i])) + std::fabs(z) + 4)) +
+            const double inner_error = std::fabs(row.a) * p * (z_error + 4 * kU * (std::fabs(double(lse_[i])) + z_size + 4)) +
                                        16 * kU * (row.a_terms * p + std::fabs(row.t) + row.a_terms);
             row.label_error = std::fabs(row.gain) * (inner_error * slope + std::fabs(inner) * slope_error);
             return;
         }
         const double power = z * kLog2E - row.k;
-        const double power_error = 2 * z_error + 4 * kU * (std::fabs(z) * 2 + std::fabs(row.k) + 8);
+        const double power_error = 2 * z_error + 4 * kU * (z_size * 2 + std::fabs(row.k) + 8);
         row.e[j] = nearest(format_, std::exp2(power) * slope);
         const double low = std::exp2(power - power_error) * std::max(0.0, slope - slope_error);
         const double high = std::exp2(power + power_error) * (slope + slope_error);
@@ -267,10 +268,10 @@ private:
             const double own = layer_.weight[row.label * spec_.hidden_size + k];
             const std::int64_t at = i * spec_.hidden_size + k;
             out_.grad_hidden[at] = row.r * unit * sum + row.label_gradient * own;
-            out_.hidden_limit[at] = std::fabs(row.r) * unit * (doubts + summing(spec_.vocab_size) * sizes) + row.r_error * unit * sizes +
-                                    row.label_error * std::fabs(own) + 4 * kU * std::fabs(row.label_gradient * own) +
-                                    storing(out_.grad_hidden[at], grad_hidden_dtype(spec_));
-            out_.hidden_ties += row.r * row.r * unit * unit * ties;
+            const double limit = std::fabs(row.r) * unit * (doubts + summing(spec_.vocab_size) * sizes) + row.r_error * unit * sizes +
+                                 row.label_error * std::fabs(own) + 4 * kU * std::fabs(row.label_gradient * own);
+            out_.hidden_limit[at] = limit + storing(std::fabs(out_.grad_hidden[at]) + limit, grad_hidden_dtype(spec_));
+            if (std::isfinite(out_.grad_hidden[at])) out_.hidden_ties += row.r * row.r * unit * unit * ties;
         }
     }
 
@@ -298,10 +299,10 @@ private:
             const std::int64_t at = j * spec_.hidden_size + k;
             out_.grad_weight[at] = unit * sum + own;
             const double old = problem_.old_grad_weight.empty() ? 0 : double(problem_.old_grad_weight[at]);
-            out_.weight_limit[at] = unit * (doubts + summing(std::ssize(rows_)) * sizes) + own_error +
-                                    4 * kU * (std::fabs(own) + std::fabs(old)) +
-                                    storing(std::fabs(out_.grad_weight[at]) + std::fabs(old), spec_.grad_weight_dtype);
-            out_.weight_ties += unit * unit * ties;
+            const double limit =
+                unit * (doubts + summing(std::ssize(rows_)) * sizes) + own_error + 4 * kU * (std::fabs(own) + std::fabs(old));
+            out_.weight_limit[at] = limit + storing(std::fabs(out_.grad_weight[at]) + std::fabs(old) + limit, spec_.grad_weight_dtype);
+            if (std::isfinite(out_.grad_weight[at])) out_.weight_ties += unit * unit * ties;
         }
     }
 
@@ -315,11 +316,11 @@ private:
             sum += part;
             limit += (own ? row.label_error : std::fabs(row.r) * row.e_doubt[j] + row.r_error * row.e[j]) +
                      kU * (8 + 3 * std::sqrt(double(rows_.size()))) * std::fabs(part);
-            out_.bias_ties += row.r * row.r * row.e_ties[j] * row.e_ties[j];
+            if (std::isfinite(part)) out_.bias_ties += row.r * row.r * row.e_ties[j] * row.e_ties[j];
         }
         const double old = problem_.old_grad_bias.empty() ? 0 : double(problem_.old_grad_bias[j]);
         out_.grad_bias.push_back(sum);
-        out_.bias_limit.push_back(limit + storing(std::fabs(sum) + std::fabs(old), spec_.grad_weight_dtype));
+        out_.bias_limit.push_back(limit + storing(std::fabs(sum) + std::fabs(old) + limit, spec_.grad_weight_dtype));
     }
 
     const Problem& problem_;
@@ -371,23 +372,55 @@ Fp8Tolerance fp8_tolerance(bool on_gpu) {
     return {};
 }
 
-std::vector<float> dequantised_rows(const Spec& spec, const std::vector<float>& rows) {
-    std::vector<float> numbers(rows.size());
+std::vector<double> dequantised_rows(const Spec& spec, const std::vector<float>& rows) {
+    std::vector<double> numbers(rows.size());
     for (std::size_t first = 0; first < rows.size(); first += static_cast<std::size_t>(spec.hidden_size)) {
         const Codes codes = codes_of(spec, &rows[first]);
-        for (std::size_t k = 0; k < codes.codes.size(); ++k) numbers[first + k] = static_cast<float>(codes.codes[k] * double(codes.scale));
+        for (std::size_t k = 0; k < codes.codes.size(); ++k) numbers[first + k] = codes.codes[k] * double(codes.scale);
     }
     return numbers;
 }
 
-Problem dequantised(const Problem& problem) {
-    Problem plain = problem;
-    plain.spec.fp8 = Fp8Operands::none;
-    plain.spec.fp8_dlogits = Fp8Dlogits::e5m2;
-    plain.hidden = dequantised_rows(problem.spec, problem.hidden);
-    plain.weight = dequantised_rows(problem.spec, problem.weight);
-    return plain;
-}
+namespace {
+
+/// The layer without fp8 whose numbers are those of the operands of the logits: its outputs are those of the FP8 head.
+struct Dequantised {
+    Problem problem;
+    std::vector<double> hidden, weight, bias;
+
+    explicit Dequantised(const Problem& given)
+        : problem(given),
+          hidden(dequantised_rows(given.spec, given.hidden)),
+          weight(dequantised_rows(given.spec, given.weight)),
+          bias(given.bias.begin(), given.bias.end()) {
+        problem.spec.fp8 = Fp8Operands::none;
+        problem.spec.fp8_dlogits = Fp8Dlogits::e5m2;
+        problem.hidden.assign(hidden.begin(), hidden.end());
+        problem.weight.assign(weight.begin(), weight.end());
+    }
+
+    /// In fp64, of the numbers themselves.
+    [[nodiscard]] Result truth(const Selection& selection) const {
+        const Layer<float> of = layer_of(problem);
+        Layer<double> layer;
+        layer.spec = of.spec;
+        layer.num_tokens = of.num_tokens;
+        layer.hidden = hidden.data();
+        layer.weight = weight.data();
+        if (of.bias != nullptr) layer.bias = bias.data();
+        layer.class_weight = of.class_weight;
+        layer.class_offset = of.class_offset;
+        layer.target = of.target;
+        layer.temperature = of.temperature;
+        layer.token_weight = of.token_weight;
+        layer.ignore_index = of.ignore_index;
+        layer.reduction = of.reduction;
+        layer.num_valid = of.num_valid;
+        return oracle(layer, selection);
+    }
+};
+
+}  // namespace
 
 Fp8Truth fp8_truth(const Problem& problem, const std::vector<float>& lse, const std::vector<float>& logprobs,
                    const Fp8Tolerance& tolerance) {
@@ -396,13 +429,13 @@ Fp8Truth fp8_truth(const Problem& problem, const std::vector<float>& lse, const 
 
 std::string fp8_failures(const Problem& problem, const KernelOutputs& got, const std::vector<float>& lse,
                          const std::vector<float>& logprobs, const Fp8Tolerance& tolerance) {
-    const Problem plain = dequantised(problem);
+    const Dequantised plain(problem);
     const Selection all = select_all(problem);
     KernelOutputs outputs = got;
     outputs.grad_hidden.clear();
     outputs.grad_weight.clear();
     outputs.grad_bias.clear();
-    std::string text = failures(judge(plain, all, outputs, oracle(layer_of(plain), all), reference(plain, all)));
+    std::string text = failures(judge(plain.problem, all, outputs, plain.truth(all), reference(plain.problem, all)));
     const Fp8Truth truth = fp8_truth(problem, lse, logprobs, tolerance);
     // Sums of products of tensor cores are far from fp32's.
     const double cap =

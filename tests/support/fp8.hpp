@@ -19,9 +19,7 @@ struct Fp8Tolerance {
 [[nodiscard]] Fp8Tolerance fp8_tolerance(bool on_gpu);
 
 /// A row of numbers as the logits' operands have it: codes times the row's scale.
-[[nodiscard]] std::vector<float> dequantised_rows(const Spec& spec, const std::vector<float>& rows);
-/// The layer without fp8 whose numbers are those of the operands of the logits. Its outputs, without gradients, are those of the FP8 head.
-[[nodiscard]] Problem dequantised(const Problem& problem);
+[[nodiscard]] std::vector<double> dequantised_rows(const Spec& spec, const std::vector<float>& rows);
 
 /// Gradients, and for each number the most that a right kernel's differs by. Codes near a tie may be either one.
 struct Fp8Truth {

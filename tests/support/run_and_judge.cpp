@@ -25,7 +25,7 @@ std::vector<Keeping> ways_of_keeping(const Kernel& kernel, std::int64_t num_toke
     return ways;
 }
 
-/// As run_and_judge, of an FP8 head, whose truth has every token and class.
+/// Judges an FP8 head, whose truth has every token and class.
 testing::AssertionResult run_and_judge_fp8(const std::shared_ptr<const Kernel>& kernel, const Problem& problem, const Wanted& wanted) {
     const Selection all = select_all(problem);
     const Fp8Tolerance tolerance = fp8_tolerance(kernel->device_ref().kind == DeviceKind::cuda);
