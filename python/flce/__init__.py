@@ -33,6 +33,7 @@ if TYPE_CHECKING or _has_torch:  # flce.jax stands without it
     from flce.contrastive import info_nce
     from flce.core._kernels import Kernel, set_strict
     from flce.divergence import linear_divergence
+    from flce.fp8 import Fp8
     from flce.functional import linear_cross_entropy, linear_logprobs, linear_logprobs_at, linear_topk_distillation
     from flce.jobs import missing, prewarm, tune
     from flce.kernels import cache_statistics, check_labels, explain, get_kernel, warmup
@@ -57,6 +58,7 @@ __all__ = [
     "DTypeError",
     "DeviceError",
     "FlceError",
+    "Fp8",
     "FusedLMHead",
     "FusedOutputLoss",
     "InternalError",

@@ -14,6 +14,7 @@ from flce.call._checks import HIDDEN_MULTIPLE
 from flce.core import _kernel_key, _kernels, _native, checks
 from flce.core._kernel_key import KernelKey
 from flce.core._kernels import Kernel
+from flce.fp8 import Fp8
 
 _NAMED_DTYPES = {name: dtype for dtype, short in _kernel_key.DTYPE_NAMES.items() for name in (short, str(dtype).removeprefix("torch."))}
 _FORMATS = {"e4m3": "e4m3", "float8_e4m3fn": "e4m3", torch.float8_e4m3fn: "e4m3", "nvfp4": "nvfp4"}  # forms of weights that are codes
@@ -74,6 +75,7 @@ def get_kernel(
     z_loss: float = 0.0,
     dft: bool = False,
     batch_invariant: bool = False,
+    fp8: Fp8 | None = None,
     teacher_top_k: int = 0,
     hard_weight: float = 0.0,
     return_loss: bool = True,
@@ -92,9 +94,10 @@ def get_kernel(
     dtype is hidden's, bf16 where none is given, weight_dtype the weight's where it differs (fp32 under autocast; torch.float8_e4m3fn or
     "nvfp4" where a call has weight_scale, with weight_block=128 for e4m3's scales of blocks), grad_weight_dtype grad_weight_out's where
     that differs from the weight's; hidden_major: the weight is the view `w.t()` of a [D, V]; accumulate: with grad_weight_out;
-    temperature: a call has one that is not the number 1; token_weight: a call has them; class_groups: `info_nce` has a mask. num_tokens:
-    rows of the call's hidden; their token bucket (docs/tuning.md) chooses the plan, and what workspace_limit_bytes leaves for scratch
-    depends on their number. None: a plan for 4096 tokens. device: None means the current CUDA device, or the CPU where there is none.
+    fp8: a call's; temperature: a call has one that is not the number 1; token_weight: a call has them; class_groups: `info_nce` has a mask.
+    num_tokens: rows of the call's hidden; their token bucket (docs/tuning.md) chooses the plan, and what workspace_limit_bytes leaves for
+    scratch depends on their number. None: a plan for 4096 tokens. device: None means the current CUDA device, or the CPU where there is
+    none.
     strict: a kernel that no cache has is a CacheMissError that names the `flce prewarm` to run, and a cache that cannot be used an
         UnavailableError;
     None: as `set_strict` or FLCE_STRICT says. Raises ArgumentError, DTypeError, SpecError, PlanError, UnavailableError, CompileError,
@@ -126,6 +129,7 @@ def get_kernel(
         z_loss=z_loss,
         dft=dft,
         batch_invariant=batch_invariant,
+        fp8=fp8,
         teacher_top_k=teacher_top_k,
         hard_weight=hard_weight,
     )

@@ -88,7 +88,7 @@ class LinearCrossEntropyLoss:
             default: a `FusedOutputLoss` is called with unshifted labels, and flce's functions take aligned ones. For several hidden states
             (multi-token prediction) a list of one each: [1, 2].
         options: softcap, logit_scale, label_smoothing, z_loss, class_weight, temperature (a number), dft, reduction ("mean"),
-            batch_invariant (with flce alone), workspace_limit_bytes, retain_in_grad_weight, as in `flce.linear_cross_entropy`. Also
+            batch_invariant and fp8 (with flce alone), workspace_limit_bytes, retain_in_grad_weight, as in `flce.linear_cross_entropy`. Also
             process_group, sequence_parallel, vocab_start, vocab_size, reduce_dtype and reduce_grad_hidden, for a layer whose rows lie over
             ranks, with flce alone. memory_limit_bytes is the most memory that all calls which wait for their backward take together: a
             `flce.MemoryBudget` of the loss's own.
@@ -242,6 +242,7 @@ class LinearCrossEntropyLoss:
             raise errors.ArgumentError(f"grad_weight_out needs impl 'flce'; this loss uses {impl!r}")
         for name, value in (
             ("batch_invariant", self.options.get("batch_invariant", False)),
+            ("fp8", self.options.get("fp8")),
             ("process_group", self.options.get("process_group")),
         ):
             if value:

@@ -98,7 +98,7 @@ def test_the_engine_uses_public_names_of_the_package() -> None:
 # ── Floors (docs/python-design.md) ──────────────────
 
 FLOORS = (
-    {"core", "errors", "budget"},
+    {"core", "errors", "budget", "fp8"},
     {"call"},
     {"parallel"},
     {"operators"},

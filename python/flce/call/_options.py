@@ -20,6 +20,7 @@ from flce.call._spec_text import REDUCTIONS, reduction_code, spec_text, workspac
 from flce.call._targets import check_ignore_index
 from flce.core import _frame, _retain, checks
 from flce.core._frame import CallOptions
+from flce.fp8 import spec_keys
 
 REDUCTION_NAMES = {code: name for name, code in REDUCTIONS.items()}
 OUTPUTS = (*_frame.VALUES[:-1], "top1", _frame.VALUES[-1])  # a Spec's outputs, in the order in which callers get them
@@ -61,6 +62,7 @@ OPTIONS = {
     ),
     "retain_in_grad_weight": Option("kernels", "bool | None", None, f"{_FLAG}, None", f"{_AT} losses megatron engine"),
     "batch_invariant": Option("kernels", "bool", False, _FLAG, f"{_AT} losses megatron engine"),
+    "fp8": Option("kernels", "Fp8 | None", None, "a flce.Fp8", "cross_entropy logprobs losses"),
     "memory_limit_bytes": Option("kernels", "int | None", None, _BYTES, "losses engine"),
     "process_group": Option("ranks", "Any", None, "a ProcessGroup; a DeviceMesh of one dimension", f"{_AT} losses"),
     "sequence_parallel": Option("ranks", "bool", False, _FLAG, f"{_AT} losses"),
@@ -207,6 +209,7 @@ def check_options(options: Mapping[str, Any], shift: Any) -> None:
         raise errors.ArgumentError(f"shift is {shift!r}; it must be an integer of 0 or more")
     for name in ("dft", "batch_invariant"):
         checks.flag(name, options.get(name, False))
+    spec_keys(options.get("fp8"))
     workspace_limit(options.get("workspace_limit_bytes"))
     retain_choice(options.get("retain_in_grad_weight"))
     if options.get("memory_limit_bytes") is not None and options.get("workspace_limit_bytes") is not None:

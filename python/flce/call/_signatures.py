@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from flce.budget import MemoryBudget
+from flce.fp8 import Fp8
 
 
 class _EveryCall(TypedDict, total=False):
@@ -45,12 +46,13 @@ class _Layer(_Head, total=False):
     cu_seqlens: Tensor | None
 
 
-class _Codes(TypedDict, total=False):
+class _Formats(TypedDict, total=False):
+    fp8: Fp8 | None
     weight_scale: Tensor | None
     weight_tensor_scale: Tensor | float | None
 
 
-class _Scored(_Layer, _Codes, total=False): ...
+class _Scored(_Layer, _Formats, total=False): ...
 
 
 class _LogprobsAt(_Head, total=False):
@@ -67,7 +69,7 @@ class _Loss(_Layer, total=False):
     token_weight: Tensor | None
 
 
-class _CrossEntropy(_Loss, _Codes, total=False):
+class _CrossEntropy(_Loss, _Formats, total=False):
     class_weight: Tensor | None
     dft: bool
     loss_weights: Sequence[float] | None
@@ -133,7 +135,7 @@ class CrossEntropyWithLogSumSqProbs(_CrossEntropy, _Lse, _Logprobs, _Entropy, _T
 class CrossEntropyOrMore(_CrossEntropy, _Lse, _Logprobs, _Entropy, _Top1, _LogSumSqProbs): ...
 
 
-class CrossEntropyOfSeveral(_EveryCall, _Codes, _Lse, _Logprobs, _Entropy, _Top1, _LogSumSqProbs, total=False):
+class CrossEntropyOfSeveral(_EveryCall, _Formats, _Lse, _Logprobs, _Entropy, _Top1, _LogSumSqProbs, total=False):
     """Options of a call of several hidden states: some are one for all, or one for each."""
 
     temperature: Tensor | float | Sequence[Tensor | float] | None

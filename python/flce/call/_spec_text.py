@@ -9,6 +9,7 @@ from typing import Any
 from flce import errors
 from flce.budget import MemoryBudget
 from flce.core import checks
+from flce.fp8 import Fp8, spec_keys
 
 REDUCTIONS = {"none": 0, "sum": 1, "mean": 2, "weighted_mean": 3}
 LONG = 1 << 63
@@ -26,6 +27,7 @@ def spec_text(
     teacher_top_k: int = 0,
     hard_weight: float = 0.0,
     support: bool = False,
+    fp8: Fp8 | None = None,
 ) -> str:
     """The options as keys of a Spec's text; what is at its default is left out."""
     parts = []
@@ -43,6 +45,7 @@ def spec_text(
         checks.flag(name, flag)
         if flag:
             parts.append(name)
+    parts += spec_keys(fp8)
     if teacher_top_k:
         parts.append(f"teacher_top_k={teacher_top_k}")
     if tuple(outputs) != ("loss",):

@@ -1,0 +1,263 @@
+"""fp8=flce.Fp8(): products of numbers in 8 bits against their definition, in every place that takes it, and refused elsewhere."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from fp8_support import Truth, error, truth_of
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import flce
+from flce import errors
+
+FORMS = [flce.Fp8(logits, dlogits) for logits in ("int8", "e4m3") for dlogits in ("e5m2", "e4m3")]
+CLASSES, HIDDEN, TOKENS = 501, 64, 90
+# Gradients in a dtype are rounded once, and codes near a tie may be either one.
+BOUND = {torch.float32: 5e-4, torch.bfloat16: 4e-3, torch.float16: 1e-3}
+
+
+@pytest.fixture(autouse=True)
+def has_fp8(device: str) -> None:
+    if device != "cpu" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("an FP8 head needs a Hopper GPU, or a CPU")
+
+
+def tensors(device: str, dtype: torch.dtype = torch.bfloat16, confident: bool = True) -> tuple[Tensor, nn.Parameter, Tensor]:
+    """hidden, weight and target; half of the tokens are more or less sure of their label."""
+    torch.manual_seed(5)
+    weight = torch.randn(CLASSES, HIDDEN) / 4
+    hidden = torch.randn(TOKENS, HIDDEN)
+    target = torch.randint(0, CLASSES, (TOKENS,))
+    if confident:
+        hidden[::2] += weight[target[::2]] * torch.rand(TOKENS // 2, 1) * 4
+    target[::11] = -100
+    return hidden.to(device, dtype).requires_grad_(), nn.Parameter(weight.to(device, dtype)), target.to(device)
+
+
+def check(loss: Tensor, hidden: Tensor, weight: Tensor, expected: Truth, bias: Tensor | None = None) -> None:
+    assert error(loss, expected.loss) < 1e-5
+    loss.backward()
+    bound = BOUND[hidden.dtype]
+    assert error(hidden.grad, expected.grad_hidden) < bound  # type: ignore[arg-type]
+    assert error(weight.grad, expected.grad_weight) < bound  # type: ignore[arg-type]
+    if bias is not None:
+        assert error(bias.grad, expected.grad_bias) < bound  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("fp8", FORMS)
+def test_a_loss_is_that_of_the_definition(fp8: flce.Fp8, dtype: torch.dtype, device: str) -> None:
+    if device != "cpu" and dtype != torch.bfloat16:
+        pytest.skip("a GPU's are of bf16")
+    hidden, weight, target = tensors(device, dtype)
+    check(flce.linear_cross_entropy(hidden, weight, target, fp8=fp8), hidden, weight, truth_of(hidden, weight, target, fp8))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"softcap": 3.0},
+        {"logit_scale": 0.5, "temperature": 0.7},
+        {"z_loss": 1e-2},
+        {"class_weight": True},
+        {"bias": True, "softcap": 5.0, "temperature": 1.3},
+    ],
+)
+def test_options_mean_what_they_do_elsewhere(options: dict[str, Any], device: str) -> None:
+    hidden, weight, target = tensors(device)
+    options = dict(options)
+    if options.pop("class_weight", False):
+        options["class_weight"] = torch.rand(CLASSES, device=device) + 0.5
+    if options.pop("bias", False):
+        options["bias"] = torch.randn(CLASSES, device=device, dtype=torch.bfloat16).requires_grad_()
+    loss = flce.linear_cross_entropy(hidden, weight, target, fp8=flce.Fp8(), **options)
+    check(loss, hidden, weight, truth_of(hidden, weight, target, flce.Fp8(), **options), options.get("bias"))
+
+
+def test_it_is_near_the_exact_layer(device: str) -> None:
+    """Within the errors that docs/numerics.md has for random layers."""
+    hidden, weight, target = tensors(device, confident=False)
+    flce.linear_cross_entropy(hidden, weight, target).backward()
+    exact = [hidden.grad, weight.grad]
+    for fp8 in FORMS:
+        hidden.grad = weight.grad = None
+        flce.linear_cross_entropy(hidden, weight, target, fp8=fp8).backward()
+        for got, expected in zip((hidden.grad, weight.grad), exact, strict=True):
+            assert 1e-4 < error(got, expected) < 6e-2, fp8  # type: ignore[arg-type]
+
+
+def test_logprobs_and_outputs(device: str) -> None:
+    hidden, weight, target = tensors(device)
+    expected = truth_of(hidden, weight, target, flce.Fp8())
+    valid = target.cpu() >= 0
+    got = flce.linear_logprobs(hidden, weight, target, fp8=flce.Fp8())
+    assert error(got.cpu()[valid], expected.logprobs[valid]) < 1e-5
+    (-got.sum() / valid.sum()).backward()
+    assert error(hidden.grad, expected.grad_hidden) < BOUND[torch.bfloat16]  # type: ignore[arg-type]
+    loss, lse, logprobs = flce.linear_cross_entropy(hidden, weight, target, return_lse=True, return_logprobs=True, fp8=flce.Fp8())
+    assert error(loss, expected.loss) < 1e-5
+    assert error(lse.cpu()[valid], expected.lse[valid]) < 1e-5
+    assert torch.equal(logprobs, got)
+
+
+def results(call: Callable[[Tensor, nn.Parameter, Tensor], Tensor], device: str) -> list[Tensor]:
+    """The loss and both gradients of a call."""
+    hidden, weight, target = tensors(device)
+    loss = call(hidden, weight, target)
+    loss.backward()
+    assert hidden.grad is not None and weight.grad is not None
+    return [loss.detach(), hidden.grad, weight.grad]
+
+
+def plain(hidden: Tensor, weight: nn.Parameter, target: Tensor) -> Tensor:
+    return flce.linear_cross_entropy(hidden, weight, target, fp8=flce.Fp8())
+
+
+def by_loss(hidden: Tensor, weight: nn.Parameter, target: Tensor) -> Tensor:
+    layer = nn.Linear(HIDDEN, CLASSES, bias=False)
+    layer.weight = weight
+    return flce.LinearCrossEntropyLoss(layer, impl="flce", shift=0, fp8=flce.Fp8())(hidden[None], target[None])
+
+
+def by_head(hidden: Tensor, weight: nn.Parameter, target: Tensor) -> Tensor:
+    head = flce.FusedLMHead(HIDDEN, CLASSES, bias=False, fp8=flce.Fp8(), device="meta")
+    head.weight = weight
+    loss: Tensor = copy.deepcopy(head.options)["fp8"] == flce.Fp8() and head(hidden, labels=target)
+    return loss
+
+
+def checkpointed(hidden: Tensor, weight: nn.Parameter, target: Tensor) -> Tensor:
+    loss: Tensor = checkpoint(plain, hidden, weight, target, use_reentrant=False)  # type: ignore[assignment]
+    return loss
+
+
+def compiled(hidden: Tensor, weight: nn.Parameter, target: Tensor) -> Tensor:
+    torch._dynamo.reset()
+    loss: Tensor = torch.compile(plain, fullgraph=True, backend="aot_eager")(hidden, weight, target)
+    return loss
+
+
+def limited(hidden: Tensor, weight: nn.Parameter, target: Tensor) -> Tensor:
+    return flce.linear_cross_entropy(hidden, weight, target, workspace_limit_bytes=64 << 20, fp8=flce.Fp8())
+
+
+def of_a_linear(hidden: Tensor, weight: nn.Parameter, target: Tensor) -> Tensor:
+    layer = nn.Linear(HIDDEN, CLASSES, bias=False, device="meta")
+    layer.weight = weight
+    return flce.linear_cross_entropy(hidden, layer, target, fp8=flce.Fp8())
+
+
+@pytest.mark.parametrize("way", [plain, by_loss, by_head, checkpointed, compiled, limited, of_a_linear])
+def test_every_way_gives_the_same_bits(way: Callable[[Tensor, nn.Parameter, Tensor], Tensor], device: str) -> None:
+    if device != "cpu" and way is limited:
+        pytest.skip("a GPU's exponentials have other references where they are retained")
+    expected = results(plain, device)
+    for got, each in zip(results(way, device), expected, strict=True):
+        assert torch.equal(got.to(each.dtype).view(each.shape), each)
+
+
+@pytest.mark.parametrize("way", [by_loss, compiled])
+def test_without_fp8_it_is_another_layer(way: Callable[[Tensor, nn.Parameter, Tensor], Tensor], device: str) -> None:
+    hidden, weight, target = tensors(device)
+    assert not torch.equal(flce.linear_cross_entropy(hidden, weight, target), way(hidden, weight, target))
+
+
+def test_grad_weight_out_is_added_to(device: str) -> None:
+    hidden, weight, target = tensors(device)
+    buffer = torch.ones(CLASSES, HIDDEN, device=device)
+    flce.linear_cross_entropy(hidden, weight, target, grad_weight_out=buffer, fp8=flce.Fp8()).backward()
+    assert weight.grad is None
+    assert error(buffer - 1, truth_of(hidden, weight, target, flce.Fp8()).grad_weight) < BOUND[torch.bfloat16]
+
+
+def test_several_hidden_states(device: str) -> None:
+    hidden, weight, target = tensors(device)
+    losses = flce.linear_cross_entropy([hidden, hidden * 0.5], weight, target, shift=[0, 0], fp8=flce.Fp8())
+    expected = truth_of(hidden, weight, target, flce.Fp8())
+    assert len(losses) == 2
+    assert error(losses[0], expected.loss) < 1e-5
+
+
+def test_no_valid_token(device: str) -> None:
+    hidden, weight, target = tensors(device)
+    loss = flce.linear_cross_entropy(hidden, weight, torch.full_like(target, -100), fp8=flce.Fp8())
+    loss.backward()
+    assert hidden.grad is not None and weight.grad is not None
+    assert not loss.item() and not hidden.grad.any() and not weight.grad.any()
+
+
+def test_a_kernel_by_name(device: str) -> None:
+    kernel = flce.get_kernel(HIDDEN, CLASSES, fp8=flce.Fp8("e4m3", "e4m3"), device=device, num_tokens=TOKENS)
+    assert "fp8=e4m3,fp8_dlogits=e4m3" in kernel.explain()
+    layer = {"hidden_size": HIDDEN, "vocab_size": CLASSES, "fp8": flce.Fp8("e4m3", "e4m3"), "device": device}
+    assert flce.warmup([layer], num_tokens=[TOKENS]) == [kernel]
+    assert "fp8" not in flce.get_kernel(HIDDEN, CLASSES, device=device, num_tokens=TOKENS).explain()
+
+
+def test_fp8_is_a_value() -> None:
+    assert flce.Fp8() == flce.Fp8("int8", "e5m2", "dynamic") != flce.Fp8("e4m3")
+    assert pickle.loads(pickle.dumps(flce.Fp8("e4m3"))) == copy.deepcopy(flce.Fp8("e4m3"))
+    assert repr(flce.Fp8()) == "Fp8(logits='int8', dlogits='e5m2', scales='dynamic')"
+    for wrong, name in (({"logits": "fp8"}, "logits"), ({"dlogits": "int8"}, "dlogits"), ({"scales": "static"}, "scales")):
+        with pytest.raises(errors.ArgumentError, match=f"{name} is '{wrong[name]}'; allowed are"):
+            flce.Fp8(**wrong)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "a word": ({"fp8": "int8"}, errors.ArgumentError, r"fp8 is 'int8'; it must be a flce.Fp8"),
+    "label_smoothing": ({"label_smoothing": 0.1}, errors.SpecError, "label_smoothing.*leave fp8 out"),
+    "entropy": ({"return_entropy": True}, errors.SpecError, "entropy.*leave fp8 out"),
+    "batch_invariant": ({"batch_invariant": True}, errors.SpecError, "batch_invariant.*leave fp8 out"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_by_name(name: str, device: str) -> None:
+    hidden, weight, target = tensors(device)
+    options, kind, message = REFUSED[name]
+    with pytest.raises(kind, match=message):
+        flce.linear_cross_entropy(hidden, weight, target, **{"fp8": flce.Fp8(), **options})
+
+
+def test_weights_that_are_refused(device: str) -> None:
+    hidden, weight, target = tensors(device)
+    with pytest.raises(errors.SpecError, match=r"weight_dtype = fp32.*leave fp8 out"):
+        flce.linear_cross_entropy(hidden, weight.float(), target, fp8=flce.Fp8())
+    with pytest.raises(errors.SpecError, match=r"layout = hidden_major.*leave fp8 out"):
+        flce.linear_cross_entropy(hidden, weight.detach().t().contiguous().t(), target, fp8=flce.Fp8())
+    codes, scale = weight.detach().to(torch.float8_e4m3fn), torch.ones(CLASSES, device=device)
+    with pytest.raises(errors.SpecError, match=r"weight_dtype = e4m3.*leave fp8 out"):
+        flce.linear_cross_entropy(hidden, codes, target, weight_scale=scale, fp8=flce.Fp8())
+
+
+def test_functions_that_do_not_take_it(device: str) -> None:
+    hidden, weight, target = tensors(device)
+    ids, probs = target.clamp_min(0)[:, None], torch.ones(TOKENS, 1, device=device)
+    calls: list[Callable[..., Any]] = [
+        lambda **more: flce.linear_logprobs_at(hidden, weight, ids, **more),
+        lambda **more: flce.linear_topk(hidden, weight, 3, **more),
+        lambda **more: flce.linear_topk_distillation(hidden, weight, ids, probs, **more),
+        lambda **more: flce.linear_divergence(hidden, weight, hidden, weight, **more),
+        lambda **more: flce.info_nce(hidden, weight, target, **more),
+    ]
+    for call in calls:
+        with pytest.raises(TypeError, match="fp8"):
+            call(fp8=flce.Fp8())
+
+
+def test_losses_in_plain_torch_refuse_it(device: str) -> None:
+    hidden, weight, target = tensors(device)
+    layer = nn.Linear(HIDDEN, CLASSES, bias=False)
+    layer.weight = weight
+    with pytest.raises(errors.ArgumentError, match="fp8 needs impl 'flce'; this loss uses 'pytorch'"):
+        flce.LinearCrossEntropyLoss(layer, impl="pytorch", shift=0, fp8=flce.Fp8())(hidden[None], target[None])
+    with pytest.raises(errors.ArgumentError, match=r"it must be a flce.Fp8"):
+        flce.LinearCrossEntropyLoss(layer, shift=0, fp8=True)
+    with pytest.raises(errors.ArgumentError, match=r"it must be a flce.Fp8"):
+        flce.FusedLMHead(HIDDEN, CLASSES, fp8="e4m3")
