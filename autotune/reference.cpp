@@ -77,20 +77,6 @@ float of_token(std::span<const float> values, std::int64_t token) {
 
 }  // namespace
 
-float rounded_mantissa(float value, DType dtype) {
-    if (dtype == DType::fp32 || !std::isfinite(value)) return value;
-    const std::uint32_t dropped = dtype == DType::bf16 ? 16 : 13;
-    const auto bits = std::bit_cast<std::uint32_t>(value);
-    const std::uint32_t half = (1U << (dropped - 1)) - 1 + ((bits >> dropped) & 1U);
-    return std::bit_cast<float>((bits + half) >> dropped << dropped);
-}
-
-float stored_value(float value, DType dtype) {
-    constexpr float kSmallestNormal = 0x1p-14F, kSmallest = 0x1p-24F;
-    if (dtype == DType::fp16 && std::abs(value) < kSmallestNormal) return std::nearbyint(value / kSmallest) * kSmallest;
-    return rounded_mantissa(value, dtype);
-}
-
 template <class Real>
 BasicReference<Real>::BasicReference(const ReferenceProblem& problem, std::vector<std::int64_t> tokens)
     : problem_(problem), tokens_(std::move(tokens)) {
@@ -120,6 +106,7 @@ BasicReference<Real>::BasicReference(const ReferenceProblem& problem, std::vecto
         loss_divisor_ = weights != 0 ? weights : 1;
         z_loss_divisor_ = valid != 0 ? valid : 1;
     }
+    if (is_fp8(spec)) fp8_ = ReferenceFp8<Real>(problem_, hidden_);
     results_.resize(tokens_.size());
     grad_hidden_.resize(tokens_.size() * d);
     probabilities2_.resize(tokens_.size());
@@ -130,6 +117,7 @@ BasicReference<Real>::BasicReference(const ReferenceProblem& problem, std::vecto
     logprob_.resize(n);
     const std::size_t block = std::max<std::size_t>(kMostLogits / static_cast<std::size_t>(spec.vocab_size), 1);
     for (std::size_t begin = 0; begin < tokens_.size(); begin += block) compute_tokens(begin, std::min(tokens_.size(), begin + block));
+    if (is_fp8(spec)) set_fp8_factors();
 }
 
 template <class Real>
@@ -171,13 +159,14 @@ void BasicReference<Real>::set_other(std::span<const float> lse, std::span<const
         if (!entropy.empty()) entropy_[i] = entropy[i];
         if (!logprobs.empty()) logprob_[i] = logprobs[i];
     }
+    if (is_fp8(problem_.spec)) set_fp8_factors();
 }
 
 template <class Real>
 typename BasicReference<Real>::LogitGap BasicReference<Real>::gap_to_largest(std::size_t index, std::int64_t row) const {
     const std::int64_t d = problem_.spec.hidden_size;
     std::vector<Real> weight(static_cast<std::size_t>(d));
-    load_weight({row, row + 1}, {0, d}, weight.data());
+    load_logit_weight({row, row + 1}, weight.data());
     const Real* hidden = hidden_.data() + tokens_[index] * d;
     const Logit z = logit(tokens_[index], weight.data(), row);
     const double norms =
@@ -196,8 +185,8 @@ Real BasicReference<Real>::loss_factor(std::int64_t token) const {
 
 template <class Real>
 typename BasicReference<Real>::Logit BasicReference<Real>::logit(std::int64_t token, const Real* weight, std::int64_t row) const {
-    const Real* hidden = hidden_.data() + token * problem_.spec.hidden_size;
     const Spec& spec = problem_.spec;
+    const Real* hidden = (is_fp8(spec) ? fp8_.hidden() : hidden_.data()) + token * spec.hidden_size;
     Real product = 0;
     if constexpr (std::is_same_v<Real, float>) {
         product = problem_.summation == Summation::truncating ? truncating_dot(hidden, weight, spec.hidden_size)
@@ -232,11 +221,21 @@ Real BasicReference<Real>::class_weight(std::int64_t row) const {
 template <class Real>
 Real BasicReference<Real>::grad_logit(std::int64_t token, std::int64_t row, const Logit& z) const {
     if (problem_.is_ruled_out(token, row)) return 0;
+    const auto i = static_cast<std::size_t>(token);
+    const bool is_target = problem_.target[i] == row;
+    if (is_fp8(problem_.spec) && !is_target) {
+        return fp8_factor(token) * fp8_exponential(token, z);
+    }
+    const Real p = std::exp(z.value - lse_[i]);
+    const Real gradient = unrounded_gradient(token, row, z, p, is_target ? Real(1) : Real(0)) * z.derivative;
+    return is_fp8(problem_.spec) ? gradient : rounded(gradient, problem_.spec.dtype);
+}
+
+template <class Real>
+Real BasicReference<Real>::unrounded_gradient(std::int64_t token, std::int64_t row, const Logit& z, Real p, Real hit) const {
     const Spec& spec = problem_.spec;
     const auto i = static_cast<std::size_t>(token);
     const Real lse = lse_[i];
-    const Real p = std::exp(z.value - lse);
-    const Real hit = problem_.target[i] == row ? 1 : 0;
     const Real upstream =
         loss_factor(token) * (problem_.grad_loss.empty() ? Real(problem_.spec.outputs.loss ? 1 : 0) : problem_.grad_loss[i]);
     const Real g = upstream / static_cast<Real>(loss_divisor_);
@@ -254,7 +253,7 @@ Real BasicReference<Real>::grad_logit(std::int64_t token, std::int64_t row, cons
     if (!problem_.grad_lse.empty()) gradient += problem_.grad_lse[i] * p;
     if (!problem_.grad_logprobs.empty()) gradient += problem_.grad_logprobs[i] * (hit - p);
     if (!problem_.grad_entropy.empty()) gradient += problem_.grad_entropy[i] * -p * (z.value - lse + entropy_[i]);
-    return rounded(gradient * z.derivative, spec.dtype);
+    return gradient;
 }
 
 template <class Real>
@@ -344,7 +343,7 @@ void BasicReference<Real>::compute_logits(std::size_t begin, std::size_t end, st
         for (std::int64_t j0 = first; j0 < last; j0 += kWeightBlock) {
             if (problem_.between_blocks) problem_.between_blocks();
             const std::int64_t j1 = std::min(last, j0 + kWeightBlock);
-            load_weight({j0, j1}, {0, d}, weight.data());
+            load_logit_weight({j0, j1}, weight.data());
             for (std::int64_t j = j0; j < j1; ++j) {
                 const Real* row = weight.data() + (j - j0) * d;
                 lengths[static_cast<std::size_t>(j)] = std::sqrt(static_cast<double>(dot<Real>(row, row, d)));
@@ -440,10 +439,17 @@ void BasicReference<Real>::add_grad_hidden(std::size_t begin, std::size_t end, s
             if (problem_.between_blocks) problem_.between_blocks();
             const std::int64_t j1 = std::min(v, j0 + kWeightBlock);
             load_weight({j0, j1}, {first, last}, weight.data());
+            const std::vector<Real> exact = is_fp8(problem_.spec) ? weight : std::vector<Real>();  // with fp8 the targets' rows
+            if (!exact.empty()) fp8_.to_gradient_operand(weight);
             for (std::size_t r = begin; r < end; ++r) {
                 if (ignored(tokens_[r])) continue;
                 const Real* of_token = gradients.data() + (r - begin) * static_cast<std::size_t>(v);
                 std::fill(slice.begin(), slice.end(), Real(0));
+                const std::int64_t y = problem_.target[static_cast<std::size_t>(tokens_[r])];
+                if (!exact.empty() && y >= j0 && y < j1) {
+                    add_scaled<Real>(slice.data(), of_token[y], exact.data() + (y - j0) * width, width);
+                    add_scaled<Real>(slice.data(), -of_token[y], weight.data() + (y - j0) * width, width);
+                }
                 for (std::int64_t j = j0; j < j1; ++j) add_scaled<Real>(slice.data(), of_token[j], weight.data() + (j - j0) * width, width);
                 add_scaled<Real>(grad_hidden_.data() + static_cast<std::int64_t>(r) * d + first, Real(1), slice.data(), width);
             }
@@ -458,7 +464,7 @@ template <class Real>
 Real BasicReference<Real>::grad_weight_row(std::int64_t row, std::span<Real> out) const {
     const std::int64_t d = problem_.spec.hidden_size;
     std::vector<Real> weight(static_cast<std::size_t>(d));
-    load_weight({row, row + 1}, {0, d}, weight.data());
+    load_logit_weight({row, row + 1}, weight.data());
     std::fill(out.begin(), out.end(), Real(0));
     Real bias = 0;
     std::vector<Real> slice(static_cast<std::size_t>(d));
@@ -468,10 +474,14 @@ Real BasicReference<Real>::grad_weight_row(std::int64_t row, std::span<Real> out
         std::fill(slice.begin(), slice.end(), Real(0));
         for (std::int64_t i = begin; i < std::min(problem_.num_tokens, begin + kSlice); ++i) {
             if (ignored(i)) continue;
-            const Real* hidden = hidden_.data() + i * d;
-            const Real dz = grad_logit(i, row, logit(i, weight.data(), row));
-            add_scaled<Real>(slice.data(), dz, hidden, d);
+            const Logit z = logit(i, weight.data(), row);
+            const Real dz = grad_logit(i, row, z);
             bias += dz;
+            if (is_fp8(problem_.spec) && problem_.target[static_cast<std::size_t>(i)] != row) {
+                add_scaled<Real>(slice.data(), fp8_exponential(i, z), fp8_.gradient_hidden(i), d);
+            } else {
+                add_scaled<Real>(slice.data(), dz, hidden_.data() + i * d, d);
+            }
         }
         add_scaled<Real>(out.data(), Real(1), slice.data(), d);
     }

@@ -8,6 +8,7 @@
 #include <span>
 #include <vector>
 
+#include "autotune/reference_fp8.hpp"
 #include "flce/flce.hpp"
 #include "runtime/error_bounds.hpp"
 
@@ -122,19 +123,31 @@ private:
         Real value;
         Real derivative;  ///< with respect to hidden · weightᵀ + bias
     };
+    struct Range {
+        std::int64_t begin;
+        std::int64_t end;
+    };
     [[nodiscard]] Logit logit(std::int64_t token, const Real* weight, std::int64_t row) const;
     /// Factor of the token's whole loss.
     [[nodiscard]] Real loss_factor(std::int64_t token) const;
     [[nodiscard]] Real class_weight(std::int64_t row) const;
     /// dL/d(hidden · weightᵀ + bias), rounded as the backward products read it.
     [[nodiscard]] Real grad_logit(std::int64_t token, std::int64_t row, const Logit& z) const;
+    /// dL/dlogit of a class with probability p, before it is rounded. hit: 1 for the target, else 0.
+    [[nodiscard]] Real unrounded_gradient(std::int64_t token, std::int64_t row, const Logit& z, Real p, Real hit) const;
+    /// Slope that all logits of a token have: without the softcap's.
+    [[nodiscard]] Real common_slope(std::int64_t token) const;
+    /// With fp8: r of a token.
+    [[nodiscard]] Real fp8_factor(std::int64_t token) const;
+    /// With fp8: the rounded exponential of a class that is not the token's target.
+    [[nodiscard]] Real fp8_exponential(std::int64_t token, const Logit& z) const;
+    /// With fp8, once every token's lse is known.
+    void set_fp8_factors();
+    /// Loads whole rows of the weight as operands of the logits.
+    void load_logit_weight(Range rows, Real* out) const;
     /// Sizes of the factors of a token's probabilities in its gradient, added up; entropy's part, which cancels in its own way, is left
     /// out.
     [[nodiscard]] double slope(std::int64_t token) const;
-    struct Range {
-        std::int64_t begin;
-        std::int64_t end;
-    };
     /// Loads at most kWeightBlock rows of the vocabulary, these columns of each, one after the other.
     void load_weight(Range rows, Range columns, Real* out) const;
     void compute_tokens(std::size_t begin, std::size_t end);
@@ -156,6 +169,7 @@ private:
     std::vector<double> probabilities2_, gradients2_;  // [tokens], squares added up
     std::vector<double> hidden_terms_;                 // [tokens], of LogitGradientSizes
     std::vector<Real> lse_, entropy_, logprob_;        // [N]
+    ReferenceFp8<Real> fp8_{problem_, {}};
 };
 
 using Reference = BasicReference<double>;

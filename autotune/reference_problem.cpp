@@ -1,3 +1,5 @@
+#include <bit>
+#include <cmath>
 #include <cstring>
 
 #include "autotune/reference.hpp"
@@ -46,6 +48,20 @@ float ReferenceProblem::dequantized(std::int64_t row, std::int64_t column) const
     float scale = 0;
     std::memcpy(&scale, weight_scale + which * static_cast<std::int64_t>(sizeof(float)), sizeof(float));
     return e4m3_to_float(code(weight, at)) * scale;
+}
+
+float rounded_mantissa(float value, DType dtype) {
+    if (dtype == DType::fp32 || !std::isfinite(value)) return value;
+    const std::uint32_t dropped = dtype == DType::bf16 ? 16 : 13;
+    const auto bits = std::bit_cast<std::uint32_t>(value);
+    const std::uint32_t half = (1U << (dropped - 1)) - 1 + ((bits >> dropped) & 1U);
+    return std::bit_cast<float>((bits + half) >> dropped << dropped);
+}
+
+float stored_value(float value, DType dtype) {
+    constexpr float kSmallestNormal = 0x1p-14F, kSmallest = 0x1p-24F;
+    if (dtype == DType::fp16 && std::abs(value) < kSmallestNormal) return std::nearbyint(value / kSmallest) * kSmallest;
+    return rounded_mantissa(value, dtype);
 }
 
 }  // namespace flce

@@ -4,6 +4,7 @@
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cmath>
+#include <optional>
 
 #include "autotune/output_check.hpp"
 #include "cli/command.hpp"
@@ -112,6 +113,10 @@ private:
         };
         download_outputs();
         verdicts_ = check_outputs(problem, coverage_, written_, retained.bytes() != 0 && on_gpu);
+        if (!is_fp8(spec_)) return;
+        problem.spec.fp8 = Fp8Operands::none;
+        problem.spec.fp8_dlogits = Fp8Dlogits::e5m2;
+        to_exact_ = check_outputs(problem, coverage_, written_, false);
     }
 
     void download_outputs() {
@@ -135,6 +140,12 @@ private:
             coverage_.tokens.size(), options_.num_tokens, coverage_.rows.size(), spec_.vocab_size);
     }
 
+    /// With fp8: an output's error to the layer without.
+    [[nodiscard]] std::optional<double> error_to_exact(const std::string& name) const {
+        const auto found = std::ranges::find(to_exact_, name, &Verdicts::value_type::first);
+        return found == to_exact_.end() ? std::nullopt : std::optional(found->second.error);
+    }
+
     int report() const {
         const bool passed = std::all_of(verdicts_.begin(), verdicts_.end(), [](const auto& v) { return v.second.passed(); });
         if (options_.json) {
@@ -144,6 +155,9 @@ private:
                                  {"bound", verdict.bound},
                                  {"yardstick", std::isfinite(verdict.yardstick) ? Json(verdict.yardstick) : Json(nullptr)},
                                  {"passed", verdict.passed()}};
+                if (const auto exact = error_to_exact(name)) {
+                    outputs[name]["error_to_exact"] = std::isfinite(*exact) ? Json(*exact) : Json(nullptr);
+                }
             }
             print_json({{"passed", passed},
                         {"spec", spec_.text()},
@@ -157,11 +171,15 @@ private:
         } else {
             fmt::print("{} on {}, {} tokens, against fp64 ({})\n\n", spec_.text(), kernel_->device().name, options_.num_tokens,
                        coverage_text());
-            fmt::print("  {:<20} {:>12} {:>12} {:>12}\n", "output", "error", "framework's", "bound");
+            fmt::print("  {:<20} {:>12} {:>12} {:>12}{}\n", "output", "error", "framework's", "bound",
+                       is_fp8(spec_) ? "    to the exact layer" : "");
             for (const auto& [name, verdict] : verdicts_) {
-                fmt::print("  {:<20} {:>12.2e} {:>12.2e} {:>12.2e}  {}\n", name, verdict.error, verdict.yardstick, verdict.bound,
-                           verdict.passed() ? "ok" : "BEYOND THE BOUND");
+                const auto exact = error_to_exact(name);
+                fmt::print("  {:<20} {:>12.2e} {:>12.2e} {:>12.2e}{}  {}\n", name, verdict.error, verdict.yardstick, verdict.bound,
+                           exact ? fmt::format(" {:>21.2e}", *exact) : "", verdict.passed() ? "ok" : "BEYOND THE BOUND");
             }
+            if (is_fp8(spec_))
+                fmt::print("\nerror, framework's, bound: to the layer whose operands are rounded to the same numbers of 8 bits\n");
             fmt::print("\n{}\n", passed ? "passed" : "FAILED");
         }
         return passed ? kDone : kFailedCheck;
@@ -177,6 +195,7 @@ private:
     LayerOutputs outputs_;
     WrittenOutputs written_;
     Verdicts verdicts_;
+    Verdicts to_exact_;  ///< with fp8: the same of the layer without
 };
 
 }  // namespace

@@ -40,6 +40,11 @@ namespace flce {
     return 0;
 }
 
+/// Relative Frobenius error of a gradient that codes near a tie may make, in an FP8 head.
+inline constexpr double kFp8TieError = 1e-3;
+/// Most relative Frobenius error of a gradient of an FP8 head on a GPU, to the layer with the same numbers of 8 bits.
+inline constexpr double kFp8GpuGradientError = 3e-2;
+
 /// How a product of matrices in the spec's dtype adds up in fp32.
 enum class Summation {
     rounding,    ///< every addition rounds to nearest, in slices of a few hundred terms: fp32 units, and fp32 inputs on any device
