@@ -147,7 +147,9 @@ void check_options(const Spec& s) {
     if (s.top_k < 0 || s.top_k > std::min<std::int64_t>(kMostTopK, whole_vocab_size(s))) {
         refuse("top_k", s.top_k, fmt::format("0 (none) to {}, and no more than the vocabulary has classes", kMostTopK));
     }
-    if (s.top_k > 0 && rounds_weight(s)) refuse("weight_dtype", weight_text(s), "the dtype where there is a top_k");
+    if (s.top_k > 0 && rounds_weight(s) && !is_quantized(s)) {
+        refuse("weight_dtype", weight_text(s), "the dtype, e4m3 or nvfp4 where there is a top_k");
+    }
     check_support(s);
     check_class_groups(s);
     if (s.offset_gradient && !(s.bias && s.class_offset)) {
@@ -156,7 +158,7 @@ void check_options(const Spec& s) {
     if (s.dft && !s.outputs.logprobs) refuse("dft", true, "false where outputs has no logprobs, which backward reads for it");
 }
 
-/// A quantised weight has a gradient of neither itself nor an embedding, and rows that are read whole.
+/// A quantised weight has a gradient of neither itself nor an embedding.
 void check_quantized(const Spec& s) {
     if (s.weight_format > WeightFormat::nvfp4) {
         refuse("weight_format", static_cast<int>(s.weight_format), "numbers, e4m3 or nvfp4");
@@ -176,9 +178,6 @@ void check_quantized(const Spec& s) {
     const std::string frozen = format + ", which is frozen";
     if (s.tied) refuse("tied", true, "false " + frozen + "; dequantise the table to train it");
     if (s.grad_weight_mode != GradMode::write) refuse("grad_weight_mode", to_string(s.grad_weight_mode), "write " + frozen);
-    if (s.teacher_top_k > 0) {
-        refuse("teacher_top_k", s.teacher_top_k, "0 " + format + ": single rows of the weight are read; dequantise the weight");
-    }
 }
 
 /// Refuses options that products in 8 bits have no arithmetic for.

@@ -6,6 +6,7 @@
 #include <limits>
 #include <span>
 
+#include "runtime/cpu/quantized_weight.hpp"
 #include "runtime/cpu/row_results.hpp"
 #include "runtime/cpu/shard_sums.hpp"
 #include "runtime/cpu/teacher.hpp"
@@ -43,6 +44,10 @@ public:
     }
     /// The weight's row of a class, as products read it. `raw`: room for the row as memory has it.
     void load_weight(std::int64_t column, std::byte* raw, float* to) const {
+        if (is_quantized(spec_)) {
+            QuantizedWeight(call_).load(column, 0, spec_.hidden_size, to);
+            return round(raw, to);
+        }
         const std::int64_t bytes = bytes_of(weight_dtype(spec_));
         const std::byte* row = call_.pointer(Slot::weight);
         const std::int64_t d = spec_.hidden_size;
@@ -56,8 +61,7 @@ public:
         }
         if (rounds_weight(spec_)) {
             std::memcpy(to, row, static_cast<std::size_t>(4 * d));
-            code_.store_hidden(to, d, raw, d, 1, d);
-            row = raw;
+            return round(raw, to);
         }
         code_.to_float(row, to, d);
     }
@@ -68,6 +72,11 @@ public:
     }
 
 private:
+    /// Rounds a row to the spec's dtype, as products round what they read.
+    void round(std::byte* raw, float* to) const {
+        code_.store_hidden(to, spec_.hidden_size, raw, spec_.hidden_size, 1, spec_.hidden_size);
+        code_.to_float(raw, to, spec_.hidden_size);
+    }
     static std::int64_t bytes_of(DType dtype) { return static_cast<std::int64_t>(element_bytes(dtype)); }
 
     const CpuFunctions& code_;

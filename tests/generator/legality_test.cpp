@@ -1,4 +1,5 @@
 // Every rule of illegal_reason: a legal plan with one thing wrong is refused for that thing.
+#include <fmt/format.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -207,6 +208,23 @@ TEST(Legality, VectorsWiderThanTheCpus_AreRefused) {
 TEST(Legality, IllegalSpec_IsASpecErrorNotAReason) {
     Spec spec{.hidden_size = 12, .vocab_size = 50};
     EXPECT_THROW((void)illegal_reason(spec, describe_device("h100"), legal_cuda_plan()), SpecError);
+}
+
+TEST(Legality, QuantizedWeightOfATeacherOrATopK_RunsOnCpusAlone) {
+    for (const char* option : {"teacher_top_k=4", "teacher_top_k=4,support", "top_k=8"}) {
+        for (const char* format : {"e4m3", "nvfp4"}) {
+            const Spec spec = parse_spec(fmt::format("D=64,V=5000,weight_dtype={},{}", format, option));
+            EXPECT_NO_THROW((void)choose_plan(spec, describe_device("x86-64-v3"))) << spec.text();
+            for (const char* gpu : {"a100", "h200", "b200"}) {
+                try {
+                    (void)choose_plan(spec, describe_device(gpu));
+                    ADD_FAILURE() << spec.text() << " on " << gpu;
+                } catch (const PlanError& error) {
+                    EXPECT_THAT(error.what(), HasSubstr("that runs on CPUs")) << spec.text();
+                }
+            }
+        }
+    }
 }
 
 TEST(Legality, SupportOfTheLargestVocabulary_RunsOnACpuInTheDefaultScratch) {

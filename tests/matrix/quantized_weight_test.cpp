@@ -68,6 +68,18 @@ TEST_P(QuantizedWeight, OfEveryNumberOfTokens_WithinBounds) {
     }
 }
 
+// Kernels of a GPU read codes in stretches alone.
+TEST_P(QuantizedWeight, OfATeacher_WithinBoundsOnACpu) {
+    for (void (*const option)(Spec&) : {apply_everything_with_teacher, apply_everything_with_support}) {
+        const Spec s = spec(144, 1031, option);
+        if (target() == Target::gpu) {
+            EXPECT_THROW((void)choose_plan(s, device_of(target())), PlanError);
+            continue;
+        }
+        EXPECT_TRUE(run_and_judge(kernel_on(target(), s), make_problem(s, {.num_tokens = 150, .seed = 58}), 2e7));
+    }
+}
+
 // A dozen stretches, most of which begin within a block.
 TEST_P(QuantizedWeight, ManyStretches_WithinBoundsAndWorkspace) {
     const Spec s = spec(272, kSanitized ? 2063 : 7001, everything);
@@ -156,6 +168,13 @@ TEST_P(QuantizedWeight, OverShards_WithinBoundsOfTheWholeLayer) {
     const auto kernel = kernel_on(target(), shard_spec(unpadded, 250, 250));
     EXPECT_TRUE(
         run_and_judge_shards(kernel, make_problem(unpadded, {.num_tokens = 90, .seed = 56}), shards_of(330, rows), {.grad_weight = false}));
+    if (target() == Target::gpu) return;
+    for (void (*const option)(Spec&) : {apply_everything_with_teacher, apply_everything_with_support}) {
+        const Spec of_teacher = spec(80, 330, option);
+        EXPECT_TRUE(run_and_judge_shards(kernel_on(target(), shard_spec(of_teacher, 250, 250)),
+                                         make_problem(of_teacher, {.num_tokens = 90, .seed = 59}), shards_of(330, rows),
+                                         {.grad_weight = false}));
+    }
 }
 
 std::string name_of(const testing::TestParamInfo<QuantizedWeight::ParamType>& info) {

@@ -92,6 +92,14 @@ Reason fp8_problem(const Spec& spec, std::string_view path) {
     return fmt::format("fp8: runs on CPUs and on Hopper's cuda_fp8, not on {}; leave fp8 out", path);
 }
 
+Reason quantized_problem(const Spec& spec, std::string_view path) {
+    if (!is_quantized(spec) || (spec.teacher_top_k == 0 && spec.top_k == 0)) return std::nullopt;
+    const bool named = spec.teacher_top_k > 0;
+    return fmt::format("{}={} with weight_dtype={}: {} {}; that runs on CPUs", named ? "teacher_top_k" : "top_k",
+                       named ? spec.teacher_top_k : spec.top_k, to_string(spec.weight_format), path,
+                       named ? "reads single rows of the weight, which have to be numbers" : "lists classes of a weight of numbers");
+}
+
 Reason retain_problem(const Spec& spec) {
     if (spec.top_k > 0) return std::string("retain: exponentials take the place of the logits that a top_k looks at");
     if (spec.batch_invariant)

@@ -141,6 +141,8 @@ struct CudaPath {
 [[nodiscard]] Reason support_problem(const Spec& spec, std::string_view path);
 /// Why a path whose products are of 16 bits or more has no kernels for the spec.
 [[nodiscard]] Reason fp8_problem(const Spec& spec, std::string_view path);
+/// Why a path whose kernels read codes in stretches alone does not run a spec with a teacher_top_k or a top_k and a quantised weight.
+[[nodiscard]] Reason quantized_problem(const Spec& spec, std::string_view path);
 /// Why no path can retain exponentials of `spec`.
 [[nodiscard]] Reason retain_problem(const Spec& spec);
 /// Whether gradients of retained exponentials lack label smoothing's terms, which their kernels' epilogues subtract.

@@ -22,6 +22,7 @@ constexpr std::array kTiles = {TileCandidate{{1, 1, 1, 1, 1, 1}, 1.0}};
 
 Reason problem(const Spec& spec, const Device& device, Strategy strategy) {
     if (!spec.support) return fmt::format("{} reads a token's ids alone; without support the vocabulary is walked by other paths", kName);
+    if (auto reason = quantized_problem(spec, kName)) return reason;
     if (strategy == Strategy::retain) return std::string("retain: a softmax over a token's ids leaves nothing to backward");
     return oldest_gpu_problem(device);
 }

@@ -34,6 +34,7 @@ Reason problem(const Spec& spec, const Device& device, Strategy strategy) {
     }
     if (auto reason = support_problem(spec, kName)) return reason;
     if (auto reason = fp8_problem(spec, kName)) return reason;
+    if (auto reason = quantized_problem(spec, kName)) return reason;
     if (auto reason = oldest_gpu_problem(device)) return reason;
     if (strategy != Strategy::retain) return std::nullopt;
     if (has_teacher_head(spec) && spec.dtype != DType::fp32) return std::nullopt;

@@ -24,6 +24,7 @@ Reason problem(const Spec& spec, const Device& device, Strategy strategy) {
     if (auto reason = teacher_head_problem(spec, kName)) return reason;
     if (auto reason = support_problem(spec, kName)) return reason;
     if (auto reason = fp8_problem(spec, kName)) return reason;
+    if (auto reason = quantized_problem(spec, kName)) return reason;
     if (spec.top_k > 0)
         return fmt::format("top_k={}: {} keeps no lists of classes; a top_k runs on cuda_lt and on CPUs", spec.top_k, kName);
     return strategy == Strategy::retain ? retain_problem(spec) : std::nullopt;

@@ -108,6 +108,7 @@ Reason problem(const Spec& spec, const Device& device, Strategy strategy) {
         return fmt::format("top_k={}: cuda_sm90a has lists of at most {} classes; more run on cuda_lt and on CPUs", spec.top_k, kMostTopK);
     }
     if (auto reason = teacher_head_problem(spec, "cuda_sm90a")) return reason;
+    if (auto reason = quantized_problem(spec, "cuda_sm90a")) return reason;
     if (auto reason = support_problem(spec, "cuda_sm90a")) return reason;
     if (auto reason = fp8_problem(spec, "cuda_sm90a")) return reason;
     return strategy == Strategy::retain ? retain_problem(spec) : std::nullopt;
