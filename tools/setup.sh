@@ -3,12 +3,12 @@
 # quick when nothing is missing. Distribution packages come through apt-get (root, or sudo without a password); NVRTC and the CUDA headers,
 # where no toolkit has them, come as PyPI wheels into .tools/nvidia, XLA's headers into .tools/xla. With --python also the packages that the
 # Python package's tests need (torch and the rest, unless tools/python.sh finds them): from PyPI into .tools/python; and into .tools/peers
-# the packages of tools/peers.txt, whose signatures a test reads. With --trainers also those of tools/trainers.txt and tools/jax.txt, which
-# tests run, into .tools/trainers and .tools/jax. With --servers also the servers that tests of remote caches start: redis and nginx
-# unpacked into .tools/servers, where the system has none (a package that is installed would run, and run after the next boot too), and
-# moto's S3 from PyPI into .tools/moto; without them those tests are skipped. With --dist also the libraries that a release tree is linked
-# with (tools/portable_inputs.sh, into .tools/portable-*); with --arm64 those of a release tree for 64-bit Arm, the cross compiler, and
-# qemu, which runs what it makes.
+# the packages of tools/peers.txt, whose signatures a test reads. With --trainers also those of tools/trainers.txt, tools/jax.txt and
+# tools/quantisers.txt, which tests run, into .tools/trainers, .tools/jax and .tools/quantisers. With --servers also the servers that tests
+# of remote caches start: redis and nginx unpacked into .tools/servers, where the system has none (a package that is installed would run,
+# and run after the next boot too), and moto's S3 from PyPI into .tools/moto; without them those tests are skipped. With --dist also the
+# libraries that a release tree is linked with (tools/portable_inputs.sh, into .tools/portable-*); with --arm64 those of a release tree for
+# 64-bit Arm, the cross compiler, and qemu, which runs what it makes.
 # Exit code 3 and a list of packages to install by hand where it cannot.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -195,6 +195,7 @@ if $with_python; then need_list peers; fi
 if $with_trainers; then
     need_list trainers
     need_list jax
+    need_list quantisers
 fi
 
 # ── Servers for tests: none of them is installed in the system.

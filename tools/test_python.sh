@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# One check of the Python package: a group of pytest's files (adapters, engine, ranks, engine_ranks, trainers, examples, jax; core has all
-# files that no other group names), nightly (what is marked so), typing (mypy and ruff) or wheel (built round a libflce that is there,
-# installed by itself, used). Exit code 77 says that the interpreter of tools/python.sh lacks something for it.
+# One check of the Python package: a group of pytest's files (adapters, engine, ranks, engine_ranks, trainers, examples, jax, quantisers;
+# core has all files that no other group names), nightly (what is marked so), typing (mypy and ruff) or wheel (built round a libflce that is
+# there, installed by itself, used). Exit code 77 says that the interpreter of tools/python.sh lacks something for it.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 check=${1:?usage: test_python.sh GROUP|nightly|typing|wheel LIBFLCE}
@@ -26,9 +26,10 @@ declare -A groups=(
     [trainers]="trl* torchtitan* megatron* zero3 sentence_transformers"
     [examples]="engine_examples* grpo_example retrieval_example distill_example"
     [jax]="jax*"
+    [quantisers]="quantisers"
 )
 # A file is of the last of these groups that names it.
-order=(adapters engine ranks engine_ranks trainers examples jax)
+order=(adapters engine ranks engine_ranks trainers examples jax quantisers)
 files_of() {
     local group pattern file
     declare -A found=()
@@ -45,8 +46,9 @@ files_of() {
 pytest=("$python" -m pytest -o cache_dir="$work/pytest" --durations=0 --durations-min=1)
 mkdir -p "$work"
 case $check in
-    core | adapters | engine | ranks | engine_ranks | trainers | examples | jax)
+    core | adapters | engine | ranks | engine_ranks | trainers | examples | jax | quantisers)
         need torch pytest numpy
+        if [[ $check == quantisers ]]; then export PYTHONPATH=$root/.tools/quantisers${PYTHONPATH:+:$PYTHONPATH}; fi
         if [[ $check == jax ]]; then
             export PYTHONPATH=$root/.tools/jax${PYTHONPATH:+:$PYTHONPATH}
             need jax flax optax scipy

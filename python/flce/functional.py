@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from flce import errors
-from flce.call import _call, _depths, _heads, _named
+from flce.call import _call, _depths, _formats, _heads, _named
 from flce.call._arguments import check_ids, check_one_divisor, check_teacher
 from flce.call._options import call_options, parameters_of, taken_by, way_of
 from flce.call._spec_text import is_support, number
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _PLACES = ("cross_entropy", "logprobs", "logprobs_at", "topk_distillation")
+_SCALES = ("weight_scale", "weight_tensor_scale")
+_NO_CODES = "does not read codes"
 _WAYS = {place: {name: way_of(name) for name in taken_by(place)} for place in _PLACES}
 
 
@@ -50,12 +52,18 @@ class _Given:
         self.ranks: dict[str, Any] = {}
         for name, value in given.items():
             way = ways.get(name)
+            if way is None and name in _SCALES:
+                raise errors.ArgumentError(f"{name} is given, and linear_{place} {_NO_CODES}: give the weight that the codes stand for")
             if way is None:
                 raise TypeError(f"linear_{place}() got an unexpected keyword argument {name!r}")
             getattr(self, way)[name] = value
+        read: Any = weight
         if isinstance(weight, nn.Module):
-            weight, self.tensors["bias"] = _heads.of_linear(weight, self.tensors.get("bias"))
-        self.weight: Tensor = weight
+            read, self.tensors["bias"] = _heads.of_linear(weight, self.tensors.get("bias"), reads_codes=True)
+        self.codes = _formats.codes_of(read, *(self.tensors.pop(name, None) for name in _SCALES))
+        if self.codes is not None and "weight_scale" not in ways:
+            _formats.refuse_codes("weight", self.codes, f"and linear_{place} {_NO_CODES}")
+        self.weight: Tensor = read if self.codes is None else self.codes.weight
         self.parallel = _parallel.asked(**self.ranks) if self.ranks else None
         if not isinstance(self.tensors.get("temperature"), Tensor):
             self.options["temperature"] = self.tensors.pop("temperature", None)
@@ -70,12 +78,8 @@ class _Given:
         if self.moves_target():
             target = targets_of(target, self.shift, ignore_index=self.ignore_index, cu_seqlens=self.cu_seqlens)
         options = call_options(**self.options, **more)
-        scales = [self.tensors.pop(name, None) for name in ("weight_scale", "weight_tensor_scale")]
-        if scales[0] is not None:
-            of_scales = dict(zip(("weight_scale", "weight_tensor_scale"), scales, strict=True))
-            return _codes.run(self.parallel, hidden, self.weight, target, options, **of_scales, **self.tensors)
-        if scales[1] is not None:
-            raise errors.ArgumentError("weight_tensor_scale is given and weight_scale is None; it goes with an NVFP4 weight's scales")
+        if self.codes is not None:
+            return _codes.run(self.parallel, hidden, self.codes, target, options, **self.tensors)
         if self.parallel is not None:
             return _sharded_call.run(self.parallel, hidden, self.weight, target, options, **self.tensors)
         return _call.run(hidden, self.weight, target, options, **self.tensors)
@@ -121,11 +125,12 @@ def linear_cross_entropy(hidden: Any, weight: _Head, target: Any, **options: Any
             copy of hidden and weight). Or a list of such tensors, for several losses of one weight: see below.
         weight: [V, D], of hidden's dtype, or fp32 beside 16-bit hidden states (kernels round it as they read it, within the limit; its
             gradient is fp32). The view `w.t()` of a contiguous [D, V] is taken as it lies. Or a plain torch.nn.Linear, whose weight and
-            bias are taken; layers of other classes, and with hooks, are an ArgumentError.
+            bias are taken; layers of other classes, and with hooks, are an ArgumentError. A tensor of torchao, and a layer of torchao or
+            compressed-tensors, is read as codes and scales where it is in a format of the next lines, and else refused by name.
         weight_scale: weight is then codes, and frozen: [V, D] of torch.float8_e4m3fn (or uint8) with scales of rows [V], of blocks
             [ceil(V / 128), ceil(D / 128)] or one; or NVFP4, uint8 [V, D / 2] (the even column in the low half) with scales of
-            torch.float8_e4m3fn [V, D / 16], not swizzled, and weight_tensor_scale, one number (None: 1). hidden is bf16 or fp16, D a
-            multiple of 16. Results are those of `(codes * scales).to(hidden.dtype)`. Not with class_weight or grad_weight_out.
+            torch.float8_e4m3fn (or uint8) [V, D / 16], not swizzled, and weight_tensor_scale, one number (None: 1). hidden is bf16 or fp16,
+            D a multiple of 16. Results are those of `(codes * scales).to(hidden.dtype)`. Not with class_weight or grad_weight_out.
         target: [...] int64 or int32. Rows that hold ignore_index, and rows out of [0, V) (see `check_labels`), count for nothing.
         bias: [V].
         class_offset: [V] fp32, bf16 or fp16 (computed with in fp32), added to the logits behind the softcap and before the temperature:

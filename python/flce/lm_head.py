@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flce import errors
-from flce.call import _chunked, _heads
+from flce.call import _chunked, _formats, _heads
 from flce.call._checks import is_dtensor
 from flce.call._depths import are_several
 from flce.call._options import check_options, taken_by
-from flce.call._targets import check_ignore_index, check_tensors, refuse_quantised
+from flce.call._targets import check_ignore_index, check_tensors
 from flce.core import _zero3
 from flce.functional import linear_cross_entropy
 from flce.loss import parallel_of, with_budget
@@ -78,7 +78,8 @@ class FusedLMHead(nn.Linear):
     def from_linear(cls, linear: nn.Linear, *, shift: int | Sequence[int] = 0, ignore_index: int = -100, **options: Any) -> FusedLMHead:
         """Makes a FusedLMHead of a plain layer, with the parameters of `linear`, not copies of them: a tied embedding stays tied, and an
         optimizer that has them goes on. `model.set_output_embeddings(FusedLMHead.from_linear(model.get_output_embeddings()))`. Raises
-        ArgumentError for a layer that is not a plain nn.Linear: adapters, quantised and sharded layers compute something else."""
+        ArgumentError for a layer that is not a plain nn.Linear: adapters and sharded layers compute something else. A quantised layer of
+        torchao or compressed-tensors is read as it is, where `flce.linear_cross_entropy` reads it."""
         if type(linear) is not nn.Linear:
             raise errors.ArgumentError(
                 f"linear is a {_heads.kind_of(linear)}; from_linear takes a plain torch.nn.Linear. For a layer with a LoRA adapter use "
@@ -89,8 +90,20 @@ class FusedLMHead(nn.Linear):
         made = cls(1, 1, False, "meta", shift=shift, ignore_index=ignore_index, **options)
         for name in _KEPT:
             setattr(made, name, getattr(linear, name))
-        made.weight, made.bias = linear.weight, linear.bias
+        made._take_parameters(linear)
         return made
+
+    def _take_parameters(self, linear: nn.Linear) -> None:
+        """Has weight and bias of `linear`; of a layer of compressed-tensors all that its weight lies in, and what says how."""
+        if _formats.of_layer("linear", linear) is None:
+            self.weight, self.bias = linear.weight, linear.bias
+            return
+        del self.weight
+        for name, parameter in linear._parameters.items():
+            self.register_parameter(name, parameter)
+        for name in _formats.STATE:
+            if name in vars(linear):
+                setattr(self, name, vars(linear)[name])
 
     @overload
     def forward(self, input: Tensor, labels: Tensor | None = None, **of_call: Unpack[_signatures.HeadCallAlone]) -> Tensor: ...
@@ -147,19 +160,24 @@ class FusedLMHead(nn.Linear):
             given["temperature"] = self.options.get("temperature")
         return linear_cross_entropy(input, weight, labels, bias=self.bias, shift=self.shift, ignore_index=self.ignore_index, **given)
 
-    def _logits(self, input: Tensor, weight: Tensor) -> Tensor:
-        logits = F.linear(input, weight, self.bias)
+    def _logits(self, input: Tensor, weight: Any) -> Tensor:
+        codes = isinstance(weight, _formats.Codes)
+        logits = weight.logits(input, self.bias) if codes else F.linear(input, weight, self.bias)
         return _chunked.transform_logits(logits, self.options.get("logit_scale"), self.options.get("softcap"))
 
     if TYPE_CHECKING:
         __call__ = forward
 
-    def _gathered(self, input: Tensor) -> Tensor:
-        """The weight, whole as far as this rank is to have it."""
-        weight = self.weight
+    def _gathered(self, input: Tensor) -> Any:
+        """The weight, whole as far as this rank is to have it; of a quantised one its codes."""
         for name in ("weight", "bias"):
-            _zero3.refuse_ungathered(name, getattr(self, name))
-        refuse_quantised("weight", weight)
+            _zero3.refuse_ungathered(name, getattr(self, name, None))
+        codes = _formats.of_layer("the head", self)
+        if codes is not None:
+            _heads.check_place("weight", codes.weight, input)
+            return codes
+        weight = self.weight
+        _formats.refuse_quantised("weight", weight)
         if not is_dtensor(weight) and weight.shape != (self.out_features, self.in_features):
             raise errors.PlacementError(
                 f"weight has shape {list(weight.shape)} where this head has [{self.out_features}, {self.in_features}]: it lies over ranks "

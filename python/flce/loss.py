@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from flce import errors
 from flce.budget import MemoryBudget
-from flce.call import _arguments, _chunked, _depths, _heads
+from flce.call import _arguments, _chunked, _depths, _formats, _heads
 from flce.call._checks import OLDEST_GPU
 from flce.call._options import check_options, of_kind, temperature_number
 from flce.call._targets import check_ignore_index, check_tensors, targets_of
@@ -78,7 +78,8 @@ class LinearCrossEntropyLoss:
             call: an optimizer's step, a replaced parameter and `model.to(...)` are seen. A function that returns the module, such as
             `model.get_output_embeddings` itself, is called each time: a replaced module (`resize_token_embeddings`) is seen, too. Nothing
             is registered anywhere. The module may carry peft's LoRA: adapters are computed with it and get their gradients (a copy of the
-            weight is made for them); adapters of another kind are refused.
+            weight is made for them); adapters of another kind are refused. A quantised layer of torchao or compressed-tensors is read as it
+            is, by impl "flce", where `flce.linear_cross_entropy` reads it.
         impl: "flce"; "pytorch" (chunks of chunk_size tokens, checkpointed); "torch_compile" (the same, a chunk compiled); "auto" takes
             flce, on a GPU as on a CPU, and "pytorch" where the GPU is older than sm_80 or libflce cannot be had, and for hidden states on
             other devices or in float64; it logs why, once. `actual_impl` says what was taken.
@@ -238,6 +239,8 @@ class LinearCrossEntropyLoss:
                 return loss
             except errors.UnavailableError as error:
                 impl = self._fall_back(error)
+        if isinstance(weight, _formats.Codes):
+            _formats.refuse_codes("the output layer's weight", weight, f"which impl 'flce' alone reads, and this loss uses {impl!r}")
         if grad_weight_out is not None:
             raise errors.ArgumentError(f"grad_weight_out needs impl 'flce'; this loss uses {impl!r}")
         for name, value in (

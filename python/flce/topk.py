@@ -9,13 +9,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flce import errors
-from flce.call import _heads, _spec_text
+from flce.call import _formats, _heads, _spec_text
 from flce.call._arguments import check_inputs, check_temperature, refuse_dtensor, refuse_tangent
 from flce.call._checks import DTYPES, HIDDEN_MULTIPLE
 from flce.call._targets import check_tensors
 from flce.core import _autograd, checks
 from flce.core._frame import is_hidden_major
-from flce.operators import _topk
+from flce.operators import _codes, _topk
 from flce.parallel import _parallel
 
 if TYPE_CHECKING:
@@ -47,6 +47,8 @@ def linear_topk(
     vocab_start: int | None = None,
     vocab_size: int | None = None,
     workspace_limit_bytes: Any = None,
+    weight_scale: Tensor | None = None,
+    weight_tensor_scale: Tensor | float | None = None,
 ) -> TopK:
     """The k classes of the largest logits of every token and their log-probabilities under the softmax of softcap(logit_scale · (hidden ·
     weightᵀ + bias)) / temperature over the whole vocabulary, without the logits in memory. No gradient: a teacher's side of
@@ -63,6 +65,7 @@ def linear_topk(
             tensors; results are the same bits on every rank.
         workspace_limit_bytes: the most memory beyond inputs and results. None: 64 MiB. A D that is no multiple of 8 costs a copy of the
             weight beside it.
+        weight_scale, weight_tensor_scale: as there, for a weight of codes; on a CPU, a PlanError elsewhere.
 
     Returns:
         TopK(logprobs [..., k] fp32, ids [..., k] int64, lse [...] fp32): the largest logit first, of equal logits the smaller class. A
@@ -73,36 +76,37 @@ def linear_topk(
     """
     if _autograd.transforms is not None and not torch.compiler.is_compiling() and _autograd.transforms() is not None:
         raise errors.UnsupportedTransformError("flce.linear_topk is called under a transform of torch.func, which it does not have")
-    if isinstance(weight, nn.Module):
-        weight, bias = _heads.of_linear(weight, bias)
+    read, bias = _heads.of_linear(weight, bias, reads_codes=True) if isinstance(weight, nn.Module) else (weight, bias)
+    codes = _formats.codes_of(read, weight_scale, weight_tensor_scale)
     k = int(checks.integer("k", k, 1))
     asked = _parallel.asked(process_group=process_group, vocab_start=vocab_start, vocab_size=vocab_size)
-    check_tensors(hidden=hidden, weight=weight, bias=bias, **({"temperature": temperature} if isinstance(temperature, Tensor) else {}))
-    for name, tensor in (("hidden", hidden), ("weight", weight)):
-        if tensor is None:
-            raise errors.DTypeError(f"{name} is None; it must be a tensor")
-        refuse_tangent(name, tensor)
-    tensors: dict[str, Any] = {"hidden": hidden, "weight": weight, "bias": bias, "temperature": temperature}
-    for name, given in tensors.items():
-        refuse_dtensor(name, given, over_ranks=asked is not None)
-    hidden, weight, bias = _autocast(hidden, weight, bias)
+    beside = {"bias": bias, **({"temperature": temperature} if isinstance(temperature, Tensor) else {})}
+    if codes is not None:
+        _codes.check_plain(hidden, codes, beside, over_ranks=asked is not None)
+        hidden, _, bias = _autocast(hidden, codes.weight, bias)
+        layer = _Layer(*_codes.as_kernels_read(hidden, *codes))
+        seen = hidden.new_empty(1).expand(layer.weight.shape[0], hidden.shape[-1])  # the dequantised weight, as checks see it
+    else:
+        _check_plain(hidden, read, beside, over_ranks=asked is not None)
+        hidden, seen, bias = _autocast(hidden, read, bias)
+        layer = _Layer(seen, None, None)
     tokens = hidden.shape[:-1]
     target = torch.zeros(tokens, dtype=torch.int64, device=hidden.device)
-    for name, given in {"weight": weight, "bias": bias}.items():
+    for name, given in {"weight": seen, "bias": bias}.items():
         if given is not None and given.dtype is not hidden.dtype and hidden.dtype in DTYPES:
             raise errors.DTypeError(f"{name} has dtype {given.dtype}; it must be hidden's: convert it with {name}.to({hidden.dtype})")
-    check_inputs(hidden, weight, target, {"bias": bias})
-    if weight.shape[1] == 0:
-        raise errors.ShapeError(f"weight has shape {list(weight.shape)}; its hidden_size must be 1 or more")
-    if k > MOST_TOP_K or (asked is None and k > weight.shape[0]):
-        classes = "all ranks' classes" if asked is not None else f"the {weight.shape[0]} classes"
+    check_inputs(hidden, seen, target, {"bias": bias})
+    if seen.shape[1] == 0:
+        raise errors.ShapeError(f"weight has shape {list(seen.shape)}; its hidden_size must be 1 or more")
+    if k > MOST_TOP_K or (asked is None and k > seen.shape[0]):
+        classes = "all ranks' classes" if asked is not None else f"the {seen.shape[0]} classes"
         raise errors.ArgumentError(f"k is {k}; it must be from 1 to {MOST_TOP_K}, and no more than {classes}")
     options = _spec_text.spec_text(("lse",), logit_scale=logit_scale, softcap=softcap, batch_invariant=batch_invariant)
     with torch.no_grad():
-        hidden, weight = _padded(hidden, weight)
+        rows, layer = _padded(hidden, layer)
         logprobs, ids, lse = _topk.run(
-            hidden,
-            weight,
+            rows,
+            *layer,
             target.reshape(-1),
             bias,
             _temperatures(temperature, target),
@@ -114,6 +118,24 @@ def linear_topk(
     return TopK(logprobs.view(*tokens, k), ids.view(*tokens, k), lse.view(tokens))
 
 
+class _Layer(NamedTuple):
+    """A weight as the operator takes it."""
+
+    weight: Tensor
+    weight_scale: Tensor | None
+    weight_tensor_scale: Tensor | None
+
+
+def _check_plain(hidden: Tensor, weight: Any, others: dict[str, Any], *, over_ranks: bool) -> None:
+    check_tensors(hidden=hidden, weight=weight, **others)
+    for name, tensor in (("hidden", hidden), ("weight", weight)):
+        if tensor is None:
+            raise errors.DTypeError(f"{name} is None; it must be a tensor")
+        refuse_tangent(name, tensor)
+    for name, given in {"hidden": hidden, "weight": weight, **others}.items():
+        refuse_dtensor(name, given, over_ranks=over_ranks)
+
+
 def _autocast(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
     device_type = hidden.device.type
     if device_type not in ("cpu", "cuda") or not torch.is_autocast_enabled(device_type):
@@ -123,15 +145,15 @@ def _autocast(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tens
     return hidden, weight, bias.to(dtype) if bias is not None and bias.dtype in DTYPES else bias
 
 
-def _padded(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+def _padded(hidden: Tensor, layer: _Layer) -> tuple[Tensor, _Layer]:
     """[N, D] and [V, D], with zeros up to a multiple of eight columns."""
     hidden = hidden.detach().reshape(-1, hidden.shape[-1])
-    weight = weight.detach()
+    weight = layer.weight.detach()
     missing = -hidden.shape[1] % HIDDEN_MULTIPLE
-    if not missing:
-        return hidden, weight
+    if not missing or layer.weight_scale is not None:
+        return hidden, layer._replace(weight=weight)
     wide = F.pad(weight.t(), (0, 0, 0, missing)).t() if is_hidden_major(weight) else F.pad(weight, (0, missing))
-    return F.pad(hidden, (0, missing)), wide
+    return F.pad(hidden, (0, missing)), layer._replace(weight=wide)
 
 
 def _temperatures(given: Tensor | float | None, target: Tensor) -> Tensor | None:

@@ -213,6 +213,26 @@ def quantized(form: str) -> None:
         (made[0] + made[1].sum() - 0.3 * made[2].sum()).backward()
     same_on_every_rank(*found, hidden.grad)
     close(hidden.grad, whole.grad, torch.bfloat16)
+    if not layer.hidden.is_cuda:
+        classes_of_codes(layer, dense.bfloat16(), part, over | more)
+
+
+def classes_of_codes(layer: Layer, dense: Tensor, part: Tensor, over: dict[str, Any]) -> None:
+    """Log-probabilities of named classes, and the most likely ones, of codes; `over`: what a call is told of ranks and scales."""
+    ids = torch.randint(0, VOCAB, (*layer.target.shape, 5), generator=generator(10))
+    for normalize in ("vocabulary", "support"):
+        whole, hidden = leaf(layer.hidden), leaf(layer.hidden)
+        expected = flce.linear_logprobs_at(whole, dense, ids, bias=layer.bias, normalize=normalize)
+        found = flce.linear_logprobs_at(hidden, part, ids, normalize=normalize, **over)
+        for made in (expected, found):
+            (made * torch.arange(1, 6)).sum().backward()
+        same_on_every_rank(found, hidden.grad)
+        close(found, expected)
+        close(hidden.grad, whole.grad, torch.bfloat16)
+    most, right = flce.linear_topk(layer.hidden, part, 7, **over), flce.linear_topk(layer.hidden, dense, 7, bias=layer.bias)
+    same_on_every_rank(*most)
+    close(most.logprobs, right.logprobs)
+    assert torch.equal(most.ids, right.ids)
 
 
 def top_k(k: int, dtype: torch.dtype) -> None:

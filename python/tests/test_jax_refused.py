@@ -33,6 +33,7 @@ def test_arguments_are_refused_by_name() -> None:
         (errors.DTypeError, "labels has dtype float32", lambda: loss(hidden, weight, labels * 1.0)),
         (errors.DTypeError, "hidden has dtype int32", lambda: loss(labels, weight, labels)),
         (errors.DTypeError, "weight has dtype bfloat16", lambda: loss(hidden, weight.astype(jnp.bfloat16), labels)),
+        (errors.DTypeError, "float8_e4m3fn.*dequantise the weight", lambda: loss(hidden, weight.astype(jnp.float8_e4m3fn), labels)),
         (errors.DTypeError, "weight is a str", lambda: loss(hidden, "weight", labels)),
         (errors.ArgumentError, "weight_layout is 'auto'", lambda: loss(hidden, weight, labels, weight_layout="auto")),
         (errors.ArgumentError, "reduction is 'max'", lambda: loss(hidden, weight, labels, reduction="max")),

@@ -412,28 +412,6 @@ def test_output_layers_that_are_more_than_their_weight(kind: str) -> None:
             call()
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("kind", ["Linear8bitLt", "Linear4bit", "Int8WeightOnlyConfig"])
-def test_quantised_layers_of_the_packages_themselves(kind: str) -> None:
-    """Where they are installed; test_output_layers_that_are_more_than_their_weight has stand-ins."""
-    head, (hidden, labels) = nn.Linear(D, V, bias=False), batch("cpu")
-    if kind == "Int8WeightOnlyConfig":
-        quantization = pytest.importorskip("torchao.quantization")
-        quantization.quantize_(head, getattr(quantization, kind)())
-    else:
-        layer = getattr(pytest.importorskip("bitsandbytes").nn, kind)(D, V, bias=False)
-        layer.load_state_dict(head.state_dict())
-        head = layer.to("cpu")  # quantises
-    for call in (
-        lambda: flce.LinearCrossEntropyLoss(head, "pytorch", shift=1)(hidden, labels),
-        lambda: flce.LinearCrossEntropyLoss(head, "flce", shift=1).forward_logits(hidden),
-        lambda: flce.linear_cross_entropy(hidden, head, labels),
-        lambda: flce.linear_cross_entropy(hidden, head.weight, labels),
-    ):
-        with pytest.raises(flce.ArgumentError, match=r"a forward of its own|plain torch\.nn\.Linear|a quantised tensor"):
-            call()
-
-
 def test_output_layers_that_are_their_weight(device: str) -> None:
     """A subclass, a compiled layer, a tied embedding, a module that holds a weight, one that hands its call on."""
 

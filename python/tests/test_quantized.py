@@ -120,6 +120,66 @@ def test_logprobs(device: str) -> None:
     check(made, flce.linear_logprobs(hidden, dense.to(hidden.dtype), target, return_entropy=True), hidden, device)
 
 
+@pytest.mark.parametrize("form", ["rows", "blocks", "nvfp4"])
+@pytest.mark.parametrize("normalize", ["vocabulary", "support"])
+def test_logprobs_of_several_classes(form: str, normalize: str) -> None:
+    """On a CPU; a GPU's kernels read single rows of the weight."""
+    given, dense = quantized(form, "cpu")
+    hidden, target = hidden_of(torch.bfloat16, "cpu")
+    bias = torch.randn(CLASSES, dtype=torch.bfloat16).requires_grad_()
+    ids = torch.randint(0, CLASSES, (*target.shape, 6))
+    ids[0, 0, 1], ids[1, 1], ids[2, 0, 3] = -1, -1, ids[2, 0, 4]
+    options: dict[str, Any] = {"normalize": normalize, "bias": bias, "softcap": 20.0, "temperature": 0.7}
+    options |= {"return_lse": True, "return_entropy": True}
+    made = flce.linear_logprobs_at(hidden, given.pop("weight"), ids, **given, **options)
+    expected = flce.linear_logprobs_at(hidden, dense.to(hidden.dtype), ids, **options)
+    weights = torch.randn(ids.shape)
+    for (one, *_), (other, *_) in ((made, expected),):
+        gradients = [torch.autograd.grad((each * weights).sum(), (hidden, bias), retain_graph=True) for each in (one, other)]
+        assert all(torch.equal(*each) for each in zip(*gradients, strict=True))
+    check(made, expected, hidden, "cpu")
+
+
+def test_logprobs_of_lists_of_classes() -> None:
+    given, dense = quantized("nvfp4", "cpu")
+    hidden, _ = hidden_of(torch.float16, "cpu")
+    rows = hidden.reshape(-1, HIDDEN)
+    ids, offsets = torch.randint(0, CLASSES, (70,)), torch.linspace(0, 70, TOKENS + 1).long()
+    made = flce.linear_logprobs_at(rows, given.pop("weight"), ids, offsets=offsets, **given)
+    check(made, flce.linear_logprobs_at(rows, dense.to(rows.dtype), ids, offsets=offsets), hidden, "cpu")
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_the_most_likely_classes(form: str) -> None:
+    given, dense = quantized(form, "cpu")
+    hidden, _ = hidden_of(torch.bfloat16, "cpu")
+    options: dict[str, Any] = {"softcap": 20.0, "temperature": 0.7}
+    made = flce.linear_topk(hidden, given.pop("weight"), 9, **given, **options)
+    for one, other in zip(made, flce.linear_topk(hidden, dense.to(hidden.dtype), 9, **options), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.gpu
+def test_named_and_most_likely_classes_on_a_gpu(device: str) -> None:
+    given, _ = quantized("rows", device)
+    hidden, target = hidden_of(torch.bfloat16, device)
+    weight = given.pop("weight")
+    for call in (
+        lambda: flce.linear_logprobs_at(hidden, weight, target.clamp(min=0)[..., None], **given),
+        lambda: flce.linear_topk(hidden, weight, 3, **given),
+    ):
+        with pytest.raises(flce.PlanError, match="that runs on CPUs"):
+            call()
+
+
+def test_several_hidden_states(device: str) -> None:
+    given, dense = quantized("blocks", device)
+    hidden, target = hidden_of(torch.bfloat16, device)
+    weights = {"loss_weights": [1.0, 0.3], "shift": [1, 2]}
+    made = flce.linear_cross_entropy([hidden, hidden * 2], given.pop("weight"), target, **given, **weights)[0]
+    check(made, flce.linear_cross_entropy([hidden, hidden * 2], dense.to(hidden.dtype), target, **weights)[0], hidden, device)
+
+
 def test_bytes_are_codes_too(device: str) -> None:
     given, dense = quantized("rows", device)
     hidden, target = hidden_of(torch.bfloat16, device)
@@ -203,6 +263,33 @@ def test_a_warmed_up_kernel_is_the_calls(form: str, layer: dict[str, Any]) -> No
     before = set(_kernels.all_kernels())
     flce.linear_cross_entropy(hidden, given.pop("weight"), target, **given).backward()
     assert kernel in before and set(_kernels.all_kernels()) == before
+
+
+def test_a_distillation_does_not_read_codes() -> None:
+    given, _ = quantized("rows", "cpu")
+    hidden, target = hidden_of(torch.bfloat16, "cpu")
+    ids = target.clamp(min=0)[..., None]
+    with pytest.raises(flce.ArgumentError, match="weight_scale is given, and linear_topk_distillation does not read codes"):
+        flce.linear_topk_distillation(hidden, teacher_ids=ids, teacher_probs=torch.ones(ids.shape), **given)  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize("dtype", [E4M3, torch.uint8])
+def test_a_layer_without_columns(dtype: torch.dtype) -> None:
+    codes, hidden = torch.zeros(CLASSES, 0).to(dtype), torch.zeros(3, 0, dtype=torch.bfloat16)
+    for call in (
+        lambda: flce.linear_cross_entropy(hidden, codes, torch.zeros(3, dtype=torch.int64), weight_scale=torch.ones(CLASSES)),
+        lambda: flce.linear_topk(hidden, codes, 3, weight_scale=torch.ones(CLASSES)),
+    ):
+        with pytest.raises(flce.ShapeError, match=r"hidden has shape \[3, 0\]; beside weight_scale its last dimension"):
+            call()
+
+
+def test_scales_as_bytes() -> None:
+    given, _ = quantized("nvfp4", "cpu")
+    hidden, target = hidden_of(torch.bfloat16, "cpu")
+    expected = flce.linear_cross_entropy(hidden, target=target, **given)
+    given["weight_scale"] = given["weight_scale"].view(torch.uint8)
+    assert torch.equal(flce.linear_cross_entropy(hidden, target=target, **given), expected)
 
 
 def test_scales_alone_are_refused() -> None:

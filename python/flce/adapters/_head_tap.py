@@ -27,6 +27,7 @@ from flce.adapters._methods import put_back
 from flce.adapters._replay import Recording
 from flce.adapters._shared_rows import SharedRows
 from flce.call import _heads
+from flce.call._formats import Codes
 from flce.core._once import say_once
 
 # Arguments that a causal LM's forward takes for its own logits and loss.
@@ -359,12 +360,26 @@ def _probe(tap: HeadTap, head: Any, hidden: Tensor) -> Tensor:
     with _heads.without_dropout(head):
         # Each sequence's last row: padded on the right or not, it attends to something.
         last = hidden[..., -1:, :]
-        _heads.operands(head, last, dropout=False)  # raises for a weight that cannot be read, before the forward fails by it
-        tap.probe = _heads.probe_rows(last, _own_forward(head, last))
-        tap.probe_plain = _heads.operands(head, tap.probe, dropout=False).logits()
-        own: Tensor = _own_forward(head, tap.probe)
-        tap.probe_own = own
+        plain = _heads.operands(head, last, dropout=False)  # raises for a weight that cannot be read, before the forward fails by it
+        tap.probe = _heads.probe_rows(last, _own_logits(head, last, plain))
+        of_rows = _heads.operands(head, tap.probe, dropout=False)
+        tap.probe_plain = of_rows.logits()
+        own = tap.probe_own = _own_logits(head, tap.probe, of_rows)
         return own
+
+
+def _own_logits(head: Any, hidden: Tensor, plain: _heads.Operands) -> Tensor:
+    """Logits by the output layer's own forward. Layers that compressed-tensors has compressed have none, and torchao's tensors none of some
+    forms: theirs are the product's."""
+    if isinstance(plain.weight, Codes) and _heads.is_compressed(head):
+        return plain.logits()
+    try:
+        own: Tensor = _own_forward(head, hidden)
+    except NotImplementedError:
+        if not isinstance(plain.weight, Codes):
+            raise
+        return plain.logits()
+    return own
 
 
 def install(model: Any) -> None:

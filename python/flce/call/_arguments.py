@@ -26,7 +26,8 @@ def check_inputs(hidden: Tensor, weight: Tensor, target: Tensor, of_classes: Map
     if dtype not in DTYPES:
         raise errors.DTypeError(f"hidden has dtype {dtype}; allowed are float32, bfloat16, float16")
     if weight.dtype is not dtype and weight.dtype is not torch.float32:
-        raise errors.DTypeError(f"weight has dtype {weight.dtype}; with hidden in {dtype} it must be that or float32")
+        codes = "; codes are given with weight_scale" if weight.dtype in (torch.float8_e4m3fn, torch.uint8) else ""
+        raise errors.DTypeError(f"weight has dtype {weight.dtype}; with hidden in {dtype} it must be that or float32{codes}")
     check_shapes(hidden, weight, target, sequence_ranks)
     weight_shape = weight.shape
     if type(hidden) not in PLAIN_TYPES or type(weight) not in PLAIN_TYPES or type(target) not in PLAIN_TYPES:

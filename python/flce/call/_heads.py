@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from flce import errors
-from flce.call._targets import refuse_quantised
+from flce.call import _formats
+from flce.call._formats import Codes
 from flce.core import _zero3
 
 # The largest logit of a row whose head is compared with its own forward: large enough that a cap shows at any scale of the weight.
@@ -36,12 +37,14 @@ class Operands(NamedTuple):
     """logits = hidden · weightᵀ + bias."""
 
     hidden: Tensor  # [..., D + r], r the ranks of all adapters together
-    weight: Tensor  # [V, D + r]
+    weight: Any  # [V, D + r], a tensor or Codes
     bias: Tensor | None  # [V]
 
     def logits(self) -> Tensor:
         """[..., V] in hidden's dtype, before logit_scale and softcap."""
         dtype = self.hidden.dtype
+        if isinstance(self.weight, Codes):
+            return self.weight.logits(self.hidden, self.bias)
         return F.linear(self.hidden, self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype))
 
 
@@ -56,12 +59,21 @@ def operands(head: Any, hidden: Tensor, *, dropout: bool = True, applied: tuple[
     """
     _refuse_unknown_adapter(head)
     base: Any = head.get_base_layer() if _is_adapter(head) else head
-    weight, bias = base.weight, getattr(base, "bias", None)
+    weight, bias = _formats.held_weight(base), getattr(base, "bias", None)
     adapters = _active_adapters(head)
     _refuse_unused_parameters(base, weight, bias)
     _refuse_ungathered(head, adapters)
     if applied is not None and not _is_plain(head) and (why := why_weight_is_made(head) or why_no_product(head, applied)) is not None:
         raise errors.ArgumentError(f"the output layer is a {kind_of(head)} that {why}. {INSTEAD}")
+    codes = _formats.of_layer("the output layer", base)
+    if codes is not None:
+        check_place("the output layer's weight", codes.weight, hidden)
+        if adapters:
+            raise errors.ArgumentError(
+                f"the output layer is quantised and carries a LoRA adapter ({adapters[0]}), whose columns have no codes: leave the output "
+                "layer out of target_modules, or dequantise it"
+            )
+        return Operands(hidden, codes, bias)
     check_weight("the output layer's weight", weight, hidden)
     if not adapters:
         return Operands(hidden, weight, bias)
@@ -141,6 +153,8 @@ def why_no_product(head: Any, applied: tuple[float, float] = PLAIN) -> str | Non
     forward = getattr(forward, "__func__", forward) or type(holder).forward
     if forward in (nn.Linear.forward, nn.Embedding.forward) or getattr(forward, "__name__", "") == "_forward_unimplemented":
         return None
+    if _formats.is_forward_of_compressed(forward):
+        return _formats.why_more(holder)
     if getattr(forward, "__module__", "") == "flce.lm_head":
         own = scale_and_cap(holder.options)
         return None if own == applied else f"has logit_scale {own[0]} and softcap {own[1]}, where {applied[0]} and {applied[1]} are given"
@@ -156,9 +170,18 @@ def check_weight(name: str, weight: Any, hidden: Tensor) -> None:
     """Raises ArgumentError, PlacementError for a weight whose numbers are not there to be multiplied by hidden."""
     if not isinstance(weight, Tensor):
         raise errors.ArgumentError(f"{name} is a {type(weight).__name__}; it must be a tensor [vocab_size, hidden_size]")
-    refuse_quantised(name, weight)
+    _formats.refuse_quantised(name, weight)
+    _formats.refuse_foreign(name, weight)
     if weight.dtype not in _DTYPES:
-        raise errors.ArgumentError(f"{name} has dtype {weight.dtype}, as of a quantised layer; it must be float32, bfloat16 or float16")
+        raise errors.ArgumentError(
+            f"{name} has dtype {weight.dtype}, as of a quantised layer; it must be float32, bfloat16 or float16. Codes are given to "
+            "flce.linear_cross_entropy with weight_scale"
+        )
+    check_place(name, weight, hidden)
+
+
+def check_place(name: str, weight: Tensor, hidden: Tensor) -> None:
+    """Raises PlacementError where the weight's memory is not at hidden's."""
     if weight.is_meta and not hidden.is_meta:
         raise errors.PlacementError(
             f"{name} is on meta, where it has no numbers: accelerate's offload keeps them elsewhere until the layer's own forward. Keep "
@@ -303,24 +326,27 @@ def _refuse_ungathered(head: Any, adapters: list[str]) -> None:
         _zero3.refuse_ungathered(f"the output layer's {name}", parameter, **how)
 
 
-def of_linear(layer: Any, bias: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+def of_linear(layer: Any, bias: Tensor | None = None, *, reads_codes: bool = False) -> tuple[Any, Tensor | None]:
     """Weight and bias of a plain nn.Linear that a caller gives for a weight. Raises ArgumentError, PlacementError for layers that compute
-    something else, whose hooks would not run, or whose weight is not here."""
+    something else, whose hooks would not run, or whose weight is not here. With `reads_codes` a quantised layer's weight may be Codes."""
     if type(layer) is not nn.Linear:
         raise errors.ArgumentError(
             f"weight is a {kind_of(layer)}; it must be a tensor [vocab_size, hidden_size] or a plain torch.nn.Linear. A FusedLMHead is "
             "called with labels; for a layer with a LoRA adapter there is flce.LinearCrossEntropyLoss"
         )
     for name in ("weight", "bias"):
-        _zero3.refuse_ungathered(name, getattr(layer, name))
-    refuse_quantised("weight", layer.weight)
+        _zero3.refuse_ungathered(name, getattr(layer, name, None))
+    codes = _formats.of_layer("weight", layer)
+    if codes is None or not reads_codes:
+        _formats.refuse_codes("weight", codes)
+        _formats.refuse_quantised("weight", layer.weight)
     if (why := why_weight_is_made(layer) or why_no_product(layer)) is not None:
         raise errors.ArgumentError(f"weight is a Linear that {why}. {INSTEAD}")
     if bias is not None:
         raise errors.ArgumentError(
             "bias is given, and weight is a Linear, whose bias is taken; give its weight and bias, or the layer alone"
         )
-    weight: Tensor = layer.weight
+    weight: Any = layer.weight if codes is None else codes
     if weight.shape != (layer.out_features, layer.in_features):
         raise errors.PlacementError(
             f"weight is a Linear of [{layer.out_features}, {layer.in_features}] whose weight has shape {list(weight.shape)}: it lies over "
@@ -330,14 +356,23 @@ def of_linear(layer: Any, bias: Tensor | None = None) -> tuple[Tensor, Tensor | 
 
 
 def weight_of(head: Any) -> Any:
-    """The head's weight [V, D], without adapters; None where it has none."""
-    return getattr(head.get_base_layer() if _is_adapter(head) else head, "weight", None)
+    """The head's weight [V, D], without adapters, or what holds its codes; None where it has none."""
+    return _formats.held_weight(head.get_base_layer() if _is_adapter(head) else head)
+
+
+def is_compressed(head: Any) -> bool:
+    """Whether the head's weight is what compressed-tensors has compressed, which its own forward cannot read."""
+    return _formats.is_compressed(head.get_base_layer() if _is_adapter(head) else head)
 
 
 def shape_of(head: Any) -> torch.Size:
     """[V, D] of the head's weight, without adapters, also where ZeRO-3 has not gathered it. Raises PlacementError for one that lies over
     ranks in a way that does not tell."""
-    shape = _zero3.whole_shape(weight_of(head))
+    weight = weight_of(head)
+    shape = _zero3.whole_shape(weight)
+    base: Any = head.get_base_layer() if _is_adapter(head) else head
+    if weight is getattr(base, "weight_packed", None) and len(shape) == 2:
+        shape = torch.Size((shape[0], base.in_features))
     if len(shape) != 2:
         raise errors.PlacementError(
             f"the output layer's weight has shape {list(shape)}; it must be [vocab_size, hidden_size]: it lies over ranks and is not "

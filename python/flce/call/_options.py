@@ -40,6 +40,7 @@ class Option(NamedTuple):
 _ALL = "cross_entropy logprobs topk_distillation"
 _AT = f"{_ALL} logprobs_at"
 _LOSS = "cross_entropy topk_distillation"
+_CODES = "cross_entropy logprobs logprobs_at"
 _FLAG = "True, False"
 _BYTES = "from 1 to 2^63 - 1"
 _WHOLE = "0 or above"
@@ -72,8 +73,8 @@ OPTIONS = {
     "reduce_grad_hidden": Option("ranks", "bool", True, _FLAG, f"{_AT} losses"),
     "bias": Option("call", "Tensor | None", None, "[V]", _AT),
     "class_offset": Option("call", "Tensor | None", None, "[V] fp32", _AT),
-    "weight_scale": Option("call", "Tensor | None", None, "[V]; [V / 128, D / 128]; [V, D / 16]", "cross_entropy logprobs"),
-    "weight_tensor_scale": Option("call", "Tensor | float | None", None, "one element", "cross_entropy logprobs"),
+    "weight_scale": Option("call", "Tensor | None", None, "[V]; [V / 128, D / 128]; [V, D / 16]", _CODES),
+    "weight_tensor_scale": Option("call", "Tensor | float | None", None, "one element", _CODES),
     "target": Option("call", "Tensor | None", None, "[...]", "topk_distillation"),
     "ignore_index": Option("call", "int", -100, "of 64 bits", f"{_ALL} megatron"),
     "shift": Option("call", "int", 0, _WHOLE, _ALL),

@@ -55,7 +55,7 @@ class _Formats(TypedDict, total=False):
 class _Scored(_Layer, _Formats, total=False): ...
 
 
-class _LogprobsAt(_Head, total=False):
+class _LogprobsAt(_Head, _Codes, total=False):
     offsets: Tensor | None
     normalize: str
     max_ids: int | None

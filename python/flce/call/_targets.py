@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from flce import errors
+from flce.call import _formats
 from flce.core import _autograd, _zero3
 
 _REQUIRED = ("hidden", "weight", "target")
 _DTYPES = (torch.int64, torch.int32)
-_QUANTISERS = ("bitsandbytes", "torchao")
+_WEIGHTS = ("weight", "weight_scale", "weight_tensor_scale", "student_weight", "teacher_weight")
 _INT, _LONG = 1 << 31, 1 << 63
 _MOST_PROBABILITY = 1 + 2**-6  # 1, as 16 bits may round it
 
@@ -27,21 +28,10 @@ def check_tensors(**given: Any) -> None:
         if value.layout != torch.strided or value.is_nested:
             kind = "a nested tensor" if value.is_nested else f"a tensor of layout {value.layout}"
             raise errors.ArgumentError(f"{name} is {kind}; it must be dense (torch.strided)")
-        refuse_quantised(name, value)
+        _formats.refuse_quantised(name, value)
+        if name in _WEIGHTS:
+            _formats.refuse_foreign(name, value)
         _zero3.refuse_ungathered(name, value)
-
-
-def refuse_quantised(name: str, tensor: Any) -> None:
-    """Raises ArgumentError for a tensor that stands for numbers which its memory does not hold as such."""
-    if type(tensor) is Tensor or type(tensor) is torch.nn.Parameter:
-        return
-    kind = type(tensor)
-    if kind.__module__.partition(".")[0] in _QUANTISERS:
-        raise errors.ArgumentError(
-            f"{name} is a {kind.__module__}.{kind.__qualname__} in {tensor.dtype}, a quantised tensor; it must be of float32, bfloat16 or "
-            "float16. Leave the output layer out of the quantisation (transformers: llm_int8_skip_modules, modules_to_not_convert; "
-            "torchao: filter_fn)"
-        )
 
 
 def check_target_dtype(target: Tensor) -> None:

@@ -157,7 +157,8 @@ def _check_layer(hidden: jax.Array, weight: jax.Array, weight_layout: str, of: s
     checks.choice("weight_layout", weight_layout, LAYOUTS)
     for name, value in ((f"hidden{of}", hidden), ("weight", weight)):
         if value.dtype.name not in _calls.DTYPES:
-            raise errors.DTypeError(f"{name} has dtype {value.dtype}; allowed are {', '.join(_calls.DTYPES)}")
+            codes = "; codes are read under torch alone: dequantise the weight" if value.dtype.name in ("float8_e4m3fn", "uint8") else ""
+            raise errors.DTypeError(f"{name} has dtype {value.dtype}; allowed are {', '.join(_calls.DTYPES)}{codes}")
     if weight.dtype not in (hidden.dtype, jnp.float32):
         raise errors.DTypeError(f"weight has dtype {weight.dtype}; it must be {' or '.join(dict.fromkeys((str(hidden.dtype), 'float32')))}")
     if hidden.ndim < 1 or weight.ndim != 2:

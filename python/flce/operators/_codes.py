@@ -11,12 +11,12 @@ from torch import Tensor
 from flce import errors
 from flce.call import _arguments, _options
 from flce.call._checks import DTYPES
+from flce.call._formats import BLOCK, GROUP, Codes
 from flce.call._targets import check_tensors
 from flce.core import _autograd
 from flce.core._frame import CallOptions, Parallel
 from flce.operators import _quantized
 
-BLOCK, GROUP = 128, 16  # e4m3's blocks; numbers of a row that have an NVFP4 scale
 _CODES = (torch.uint8, torch.float8_e4m3fn)
 _REFUSED = ("class_weight", "grad_weight_out")
 
@@ -24,12 +24,10 @@ _REFUSED = ("class_weight", "grad_weight_out")
 def run(
     parallel: Parallel | None,
     hidden: Tensor,
-    weight: Tensor,
+    given: Codes,
     target: Tensor,
     options: CallOptions,
     *,
-    weight_scale: Tensor,
-    weight_tensor_scale: Tensor | float | None = None,
     num_valid_tokens: Tensor | float | None = None,
     **tensors: Any,
 ) -> Any:
@@ -38,7 +36,7 @@ def run(
         raise errors.UnsupportedTransformError(
             "a layer with weight_scale is called under a transform of torch.func, which it does not have"
         )
-    _check_plain(hidden, weight, target, weight_scale, weight_tensor_scale, tensors, over_ranks=parallel is not None)
+    check_plain(hidden, given, {"target": target, **tensors}, over_ranks=parallel is not None)
     for name in _REFUSED:
         if tensors.get(name) is not None:
             raise errors.ArgumentError(f"{name} is given with weight_scale: a quantised weight is frozen, and has no {name}; leave it out")
@@ -48,7 +46,7 @@ def run(
         )
     bias, offset, temperature, token_weight = (tensors.get(name) for name in ("bias", "class_offset", "temperature", "token_weight"))
     hidden, bias = _autocast(hidden, bias)
-    codes, scale, tensor_scale = as_kernels_read(hidden, weight, weight_scale, weight_tensor_scale)
+    codes, scale, tensor_scale = as_kernels_read(hidden, *given)
     layer = hidden.new_empty(1).expand(codes.shape[0], hidden.shape[-1])  # the dequantised weight, as checks see it
     _arguments.check_inputs(hidden, layer, target, {"bias": bias, "class_offset": offset})
     if bias is not None and bias.dtype is not hidden.dtype:
@@ -63,7 +61,8 @@ def run(
     tokens = target.shape
     if temperature is None and options.temperature is not None:
         temperature = torch.full(tokens, options.temperature, dtype=torch.float32, device=hidden.device)
-    loss, values, _, top1 = _quantized.run(
+    ids = tensors.get("teacher_ids")
+    loss, values, _, top1, named = _quantized.run(
         hidden.reshape(-1, hidden.shape[-1]),
         codes,
         scale,
@@ -74,6 +73,7 @@ def run(
         _per_token(temperature),
         _per_token(token_weight),
         divisor,
+        None if ids is None else ids.reshape(-1, ids.shape[-1]),
         options.spec,
         options.ignore_index,
         options.reduction,
@@ -81,6 +81,8 @@ def run(
         "" if parallel is None else parallel.text(),
     )
     rest = dict(zip((name for name in options.outputs.values if name != "loss"), values.unbind(0), strict=True)) | {"top1": top1}
+    if options.named_logprobs:
+        return named.view(*tokens, named.shape[-1]), *(_own(name, rest[name], tokens) for name in options.asked if name != "loss")
     made = [
         loss.view(tokens if reduction == "none" else ()) if name == "loss" else _own(name, rest[name], tokens) for name in options.asked
     ]
@@ -97,13 +99,12 @@ def _per_token(given: Tensor | None) -> Tensor | None:
     return None if given is None else given.detach().resolve_neg().to(torch.float32).reshape(-1)
 
 
-def _check_plain(
-    hidden: Tensor, weight: Tensor, target: Tensor, scale: Tensor, tensor_scale: Any, others: Mapping[str, Any], *, over_ranks: bool
-) -> None:
-    frozen: dict[str, Tensor] = {"weight": weight, "weight_scale": scale}
-    if isinstance(tensor_scale, Tensor):
-        frozen["weight_tensor_scale"] = tensor_scale
-    given = {"hidden": hidden, "target": target, **frozen, **{name: each for name, each in others.items() if isinstance(each, Tensor)}}
+def check_plain(hidden: Tensor, codes: Codes, others: Mapping[str, Any], *, over_ranks: bool) -> None:
+    """Looks at the tensors of a call, those of the weight among them."""
+    frozen: dict[str, Tensor] = {"weight": codes.weight, "weight_scale": codes.weight_scale}
+    if isinstance(codes.weight_tensor_scale, Tensor):
+        frozen["weight_tensor_scale"] = codes.weight_tensor_scale
+    given = {"hidden": hidden, **frozen, **{name: each for name, each in others.items() if isinstance(each, Tensor) or name == "target"}}
     check_tensors(**given)
     for name, each in given.items():
         if each is None:
@@ -122,6 +123,8 @@ def as_kernels_read(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Codes, scales and the tensor's scale, None where the format is e4m3. Copies are made of scales alone."""
     size = hidden.shape[-1] if hidden.dim() else 0
+    if size == 0:
+        raise errors.ShapeError(f"hidden has shape {list(hidden.shape)}; beside weight_scale its last dimension must be a multiple of 16")
     if weight.dtype not in _CODES and weight.dtype is not getattr(torch, "float4_e2m1fn_x2", None):
         raise errors.DTypeError(
             f"weight has dtype {weight.dtype} and weight_scale is given; codes are torch.float8_e4m3fn or uint8 [V, D], or of "

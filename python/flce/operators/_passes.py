@@ -18,6 +18,7 @@ from flce.parallel import _layouts, _parallel
 IGNORED = -100
 Rule = tuple[int, int]  # ignore_index and reduction
 _EACH: Rule = (IGNORED, _native.REDUCTION_NONE)
+_OF_MERGE = ("target", "temperature", "token_weight", "num_valid", "teacher_ids", "teacher_probs")
 SUMS, MIXTURE = 0, 1  # walks of a divergence over ranks, FLCE_WALK_...
 
 
@@ -26,6 +27,13 @@ class Codes(NamedTuple):
 
     format: str  # e4m3 or nvfp4
     block: int  # rows and columns that have a scale; 0: a row has one, or a group
+
+
+def codes_of(scale: Tensor | None, tensor_scale: Tensor | None) -> Codes | None:
+    """The form of a weight with these scales; None for numbers."""
+    if scale is None:
+        return None
+    return Codes("nvfp4", 0) if tensor_scale is not None else Codes("e4m3", 128 if scale.dim() == 2 else 0)
 
 
 class Place(NamedTuple):
@@ -153,11 +161,7 @@ def forward(
     everyone = _parallel.gathered(place.group, mine, place.parallel.ranks)
     merge = _native.call_arguments().merge()
     merge.invalid_label, merge.walk = ctypes.addressof(word), walk
-    of_merge = (
-        {name: read[name] for name in ("target", "temperature", "token_weight", "num_valid") if name in read}
-        | written
-        | {"all_partial_sums": everyone}
-    )
+    of_merge = {name: read[name] for name in _OF_MERGE if name in read} | written | {"all_partial_sums": everyone}
     size = _native.workspace_bytes(kernel._handle, num_tokens, _native.MERGE)
     run(kernel, merge, kernel._library.flce_kernel_merge, of_merge, size, rule)
 

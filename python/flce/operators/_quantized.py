@@ -27,26 +27,25 @@ class _Inputs(NamedTuple):
     temperature: Tensor | None
     token_weight: Tensor | None
     num_valid: Tensor | None
+    teacher_ids: Tensor | None  # [N, K], classes whose log-probabilities are wanted
 
     def place(self, options: str, parallel: str, *, backward: bool = False) -> _passes.Place | None:
-        of_tokens = {"target": self.target, "temperature": self.temperature, "token_weight": self.token_weight}
+        of_tokens = {name: getattr(self, name) for name in ("target", "temperature", "token_weight", "teacher_ids")}
         given = {name: getattr(self, name) is not None for name in ("bias", "class_offset", *of_tokens)}
         return _passes.place_of(parallel, self.hidden, self.weight, of_tokens, options, given, backward=backward)
 
     def kernel(self, options: str, workspace_limit_bytes: int, place: _passes.Place | None) -> _kernels.LoadedKernel:
         flags = {name: getattr(self, name) is not None for name in ("bias", "class_offset", "temperature", "token_weight")}
-        return _passes.kernel_of(self.hidden, self.weight, options, workspace_limit_bytes, place, codes=self.codes(), **flags)
-
-    def codes(self) -> _passes.Codes:
-        nvfp4 = self.weight_tensor_scale is not None
-        return _passes.Codes("nvfp4" if nvfp4 else "e4m3", 128 if not nvfp4 and self.weight_scale.dim() == 2 else 0)
+        codes = _passes.codes_of(self.weight_scale, self.weight_tensor_scale)
+        return _passes.kernel_of(self.hidden, self.weight, options, workspace_limit_bytes, place, codes=codes, **flags)
 
     def as_read(self) -> dict[str, Tensor]:
         return {name: _frame._aligned(each.contiguous()) for name, each in self._asdict().items() if each is not None}
 
 
-def _forward_kernel(*given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(loss, [N] with reduction "none", the other values [values, N], what backward reads [saved, N], top1 [N])"""
+def _forward_kernel(*given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(loss, [N] with reduction "none", the other values [values, N], what backward reads [saved, N], top1 [N], log-probabilities of
+    teacher_ids [N, K])"""
     *tensors, options, ignore_index, reduction, workspace_limit_bytes, parallel = given
     inputs = _Inputs(*tensors)
     place = inputs.place(options, parallel)
@@ -54,7 +53,11 @@ def _forward_kernel(*given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     outputs, num_tokens = _frame.outputs_of(options), inputs.hidden.shape[0]
     loss, values, saved = (kernel.new_floats(shape) for shape in _shapes(outputs, num_tokens, reduction))
     top1 = inputs.hidden.new_empty(num_tokens if outputs.top1 else 0, dtype=torch.int64)
+    named = kernel.new_floats((num_tokens, outputs.teacher_top_k))
     written = dict(zip(outputs.saved, saved.unbind(0), strict=True))
+    read = inputs.as_read()
+    if outputs.teacher_top_k:
+        read["teacher_probs"], written["teacher_logprobs"] = torch.zeros_like(named), named
     copied = []
     for name, value in zip(_values(outputs), values.unbind(0), strict=True):
         if written.setdefault(name, value) is not value:
@@ -63,10 +66,10 @@ def _forward_kernel(*given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         written["loss"] = loss
     if outputs.top1:
         written["top1"] = top1
-    _passes.forward(kernel, place, inputs.as_read(), written, rule=(ignore_index, reduction))
+    _passes.forward(kernel, place, read, written, rule=(ignore_index, reduction))
     for value, statistic in copied:  # the caller may change an output in place
         value.copy_(statistic)
-    return loss, values, saved, top1
+    return loss, values, saved, top1, named
 
 
 def _values(outputs: _frame.Outputs) -> tuple[str, ...]:
@@ -79,17 +82,20 @@ def _shapes(outputs: _frame.Outputs, num_tokens: int, reduction: int) -> tuple[t
 
 
 def _backward_kernel(*given: Any) -> tuple[Tensor, Tensor]:
-    grad_loss, grad_values, saved, *tensors, options, ignore_index, reduction, workspace_limit_bytes, parallel, wanted = given
+    grad_loss, grad_values, grad_named, saved, named, *tensors, options, ignore_index, reduction, limit, parallel, wanted = given
     inputs = _Inputs(*tensors)
     place = inputs.place(options, parallel, backward=True)
-    kernel = inputs.kernel(options, workspace_limit_bytes, place)
+    kernel = inputs.kernel(options, limit, place)
     outputs, num_tokens = _frame.outputs_of(options), inputs.hidden.shape[0]
-    shapes = _shapes(outputs, num_tokens, reduction)
-    if [tuple(each.shape) for each in (grad_loss, grad_values, saved)] != list(shapes):
+    shapes = (*_shapes(outputs, num_tokens, reduction), (num_tokens, outputs.teacher_top_k))
+    if [tuple(each.shape) for each in (grad_loss, grad_values, saved, named)] != list(shapes) or grad_named.shape != named.shape:
         raise errors.ShapeError(_CHANGED)
     read = inputs.as_read() | dict(zip(outputs.saved, saved.contiguous().unbind(0), strict=True))
     if "loss" in outputs.values:
         read["grad_loss"] = grad_loss.resolve_neg().contiguous()
+    if outputs.teacher_top_k:  # a loss of -Σ q·log p with these q has the gradients of log-probabilities
+        read |= {"teacher_probs": -grad_named.resolve_neg().contiguous(), "teacher_logprobs": named.contiguous()}
+        read["grad_loss"] = torch.ones_like(read["grad_loss"])
     for name, gradient in zip(_values(outputs), grad_values.resolve_neg().contiguous().unbind(0), strict=True):
         if name in _frame.DIFFERENTIABLE:
             read[f"grad_{name}"] = gradient
@@ -100,15 +106,16 @@ def _backward_kernel(*given: Any) -> tuple[Tensor, Tensor]:
     return made.get("grad_hidden", none), made.get("grad_bias", none)
 
 
-def _forward_fake(*given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _forward_fake(*given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     hidden, (*_, options, _, reduction, _, _) = given[0], given
     outputs = _frame.outputs_of(options)
     loss, values, saved = (hidden.new_empty(shape, dtype=torch.float32) for shape in _shapes(outputs, hidden.shape[0], reduction))
-    return loss, values, saved, hidden.new_empty(hidden.shape[0] if outputs.top1 else 0, dtype=torch.int64)
+    named = hidden.new_empty((hidden.shape[0], outputs.teacher_top_k), dtype=torch.float32)
+    return loss, values, saved, hidden.new_empty(hidden.shape[0] if outputs.top1 else 0, dtype=torch.int64), named
 
 
 def _backward_fake(*given: Any) -> tuple[Tensor, Tensor]:
-    _, grad_values, _, *tensors, _, _, _, _, _, wanted = given
+    _, grad_values, _, _, _, *tensors, _, _, _, _, _, wanted = given
     inputs, none = _Inputs(*tensors), grad_values.new_empty(0)
     bias = inputs.bias.new_empty(inputs.bias.shape) if wanted[1] and inputs.bias is not None else none
     return inputs.hidden.new_empty(inputs.hidden.shape) if wanted[0] else none, bias
@@ -117,12 +124,13 @@ def _backward_fake(*given: Any) -> tuple[Tensor, Tensor]:
 _CHANGED = "something (a hook on saved tensors, or .data) changed the tensors of a quantised layer between forward and backward"
 _GIVEN = (
     "Tensor hidden, Tensor weight, Tensor weight_scale, Tensor? weight_tensor_scale, Tensor target, Tensor? bias, Tensor? class_offset, "
-    "Tensor? temperature, Tensor? token_weight, Tensor? num_valid, str options, int ignore_index, int reduction, "
+    "Tensor? temperature, Tensor? token_weight, Tensor? num_valid, Tensor? teacher_ids, str options, int ignore_index, int reduction, "
     "int workspace_limit_bytes, str parallel"
 )
+_GRADIENTS = "Tensor grad_loss, Tensor grad_values, Tensor grad_named, Tensor saved, Tensor named"
 _SCHEMAS = {
-    "linear_quantized": f"({_GIVEN}) -> (Tensor loss, Tensor values, Tensor saved, Tensor top1)",
-    "linear_quantized_backward": f"(Tensor grad_loss, Tensor grad_values, Tensor saved, {_GIVEN}, bool[2] wanted) -> (Tensor, Tensor)",
+    "linear_quantized": f"({_GIVEN}) -> (Tensor loss, Tensor values, Tensor saved, Tensor top1, Tensor named)",
+    "linear_quantized_backward": f"({_GRADIENTS}, {_GIVEN}, bool[2] wanted) -> (Tensor, Tensor)",
 }
 _WAYS = {"linear_quantized": "_forward", "linear_quantized_backward": "_backward"}
 _TRAINED = (0, 5)  # places of hidden and bias
@@ -131,10 +139,10 @@ _NO_TENSORS = 5  # options, ignore_index, reduction, workspace_limit_bytes, para
 
 def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
     tensors, ctx.options = inputs[:-_NO_TENSORS], inputs[-_NO_TENSORS:]
-    *_, saved, top1 = output
+    *_, saved, top1, named = output
     ctx.mark_non_differentiable(saved, top1)
     ctx.kinds = _kinds(tensors)
-    ctx.save_for_backward(saved, *tensors)
+    ctx.save_for_backward(saved, named, *tensors)
 
 
 def _kinds(tensors: Any) -> list[Any]:
@@ -142,16 +150,16 @@ def _kinds(tensors: Any) -> list[Any]:
     return [None if each is None else (each.dtype, each.dim()) for each in tensors]
 
 
-def _backward(ctx: Any, grad_loss: Tensor, grad_values: Tensor, *_: Any) -> tuple[Any, ...]:
-    saved, *tensors = ctx.saved_tensors
+def _backward(ctx: Any, grad_loss: Tensor, grad_values: Tensor, _saved: Any, _top1: Any, grad_named: Tensor) -> tuple[Any, ...]:
+    saved, named, *tensors = ctx.saved_tensors
     if _kinds(tensors) != ctx.kinds:
         raise errors.ShapeError(_CHANGED)
     places: list[Any] = [None] * (len(tensors) + _NO_TENSORS)
     wanted = [ctx.needs_input_grad[place] for place in _TRAINED]
-    made = torch.ops.flce.linear_quantized_backward(grad_loss, grad_values, saved, *tensors, *ctx.options, wanted)
+    made = torch.ops.flce.linear_quantized_backward(grad_loss, grad_values, grad_named, saved, named, *tensors, *ctx.options, wanted)
     gradients: list[Tensor | None] = [each if want else None for each, want in zip(made, wanted, strict=True)]
     if torch.is_grad_enabled():
-        gradients = _op.refuse_second_derivative(gradients, (grad_loss, grad_values, *(tensors[place] for place in _TRAINED)))
+        gradients = _op.refuse_second_derivative(gradients, (grad_loss, grad_values, grad_named, *(tensors[place] for place in _TRAINED)))
     for place, gradient in zip(_TRAINED, gradients, strict=True):
         places[place] = gradient
     return tuple(places)
@@ -164,4 +172,4 @@ if _passes.define(_SCHEMAS, __name__, _WAYS):
         setup_context=_passes.of_module(__name__, "_setup_context"),
         lib=vars(torch.ops.flce)["_library"],
     )
-run: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]] = torch.ops.flce.linear_quantized.default
+run: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor, Tensor]] = torch.ops.flce.linear_quantized.default

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from flce import functional
+from flce.call import _formats
 from flce.trl import _own
 from flce.trl._own import OPTIONAL_OUTPUTS
 
@@ -84,8 +85,11 @@ def _mean_logits(given: tuple[Any, ...]) -> Tensor:
         mean: Tensor = _own.LOG_PROBS.own().apply(*given[:5], _MEAN_LOGITS_CHUNK, softcap, logit_scale, ("mean_logits",))[3]
         return mean
     with torch.autocast(hidden.device.type, enabled=False):
-        row = weight.new_zeros(weight.shape[1], dtype=torch.float32)
-        for rows in weight.split(_ROWS):
+        row = hidden.new_zeros(weight.shape[1], dtype=torch.float32)
+        codes = _formats.of_tensor("weight", weight)
+        for first in range(0, weight.shape[0], _ROWS):
+            last = min(first + _ROWS, weight.shape[0])
+            rows = weight[first:last] if codes is None else codes.numbers(first, last).to(hidden.dtype)
             row += rows.sum(0, dtype=torch.float32)
         means: Tensor = torch.cat([torch.mv(tokens.float(), row) for tokens in hidden.split(_ROWS)]) / weight.shape[0]
         if bias is not None:

@@ -29,6 +29,7 @@ def close():
     dist.destroy_process_group()
 # %% A frozen weight in an inference format
 hidden = rows(4, 12).bfloat16().requires_grad_()
+quantised_head = torch.nn.Linear(16, 50, bias=False, dtype=torch.bfloat16, device=device)
 codes, scale = rows(50).to(torch.float8_e4m3fn), torch.rand(50, device=device)
 pairs = torch.randint(0, 256, (50, 8), dtype=torch.uint8, device=device)
 groups, whole = torch.rand(50, 1, device=device).to(torch.float8_e4m3fn), torch.tensor(0.1, device=device)
