@@ -244,12 +244,21 @@ def test_stand_ins_that_take_a_weight() -> None:
     head.bias = None
     hidden, target = hidden_and_target()
     rows, labels, dense = hidden.flatten(0, 1), target.flatten(), dense_of(head)
-    from flce.compat import cce, liger, quack, verl
+    from flce.compat import cce, liger, quack, torchtune, verl
+
+    def of_torchtune(weight: Tensor) -> Tensor:
+        model = nn.Module()
+        model.output = nn.Linear(HIDDEN, CLASSES, bias=False, device="meta")
+        model.output.weight = nn.Parameter(weight, requires_grad=False)
+        loss = torchtune.LinearCrossEntropyLoss()
+        loss.set_model_output(model)
+        return loss(rows, labels)
 
     calls: dict[str, Callable[[Tensor], Any]] = {
         "liger": lambda weight: liger.LigerFusedLinearCrossEntropyLoss()(weight, rows, labels),
         "cce": lambda weight: cce.linear_cross_entropy(rows, weight, labels),
         "quack": lambda weight: quack.chunked_linear_cross_entropy(rows, weight, labels),
+        "torchtune": of_torchtune,
         "verl": lambda weight: verl.linear_cross_entropy(rows, weight, labels.clamp(min=0), 1.0, "none")[0].sum(),
     }
     for name, call in calls.items():

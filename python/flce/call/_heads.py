@@ -372,7 +372,7 @@ def shape_of(head: Any) -> torch.Size:
     shape = _zero3.whole_shape(weight)
     base: Any = head.get_base_layer() if _is_adapter(head) else head
     if weight is getattr(base, "weight_packed", None) and len(shape) == 2:
-        shape = torch.Size((shape[0], base.in_features))
+        shape = torch.Size((shape[0], getattr(base, "in_features", 2 * shape[1])))
     if len(shape) != 2:
         raise errors.PlacementError(
             f"the output layer's weight has shape {list(shape)}; it must be [vocab_size, hidden_size]: it lies over ranks and is not "
