@@ -103,7 +103,7 @@ struct TensorMapField {
     static constexpr std::uint32_t kBytes = 128;
     static constexpr std::uint32_t kBoxBytes = 128;
     std::uint32_t offset = 0;         ///< a multiple of 64
-    std::uint32_t element_bytes = 2;  ///< 2: any 16-bit type; 4: fp32
+    std::uint32_t element_bytes = 2;  ///< 1: any 8-bit type; 2: any 16-bit type; 4: fp32
     Expr box_rows{0};                 ///< 1 to 256
     Expr address{0};                  ///< a multiple of 16
     Expr columns{0};

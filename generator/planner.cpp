@@ -31,6 +31,9 @@ constexpr std::int64_t kListedTokenBytes = 8;  // bytes of an entry in a list of
 std::int64_t bytes_of_token(const Spec& spec) {
     constexpr std::int64_t kPlace = 21;  // dz, twice the place and its class, and its part of a round's counts
     constexpr std::int64_t kRow = 32;    // coefficients, lse, label, temperature and weight
+    // Codes of hidden both ways, and a row's part of a least chunk.
+    constexpr std::int64_t kFp8Row = 1024;
+    if (is_fp8(spec)) return 6 * spec.hidden_size + kFp8Row;
     return 4 * spec.hidden_size + (spec.support ? kPlace * spec.teacher_top_k + kRow : 0);
 }
 
@@ -324,7 +327,7 @@ std::int64_t tokens_with_workspace(const Spec& spec, std::int64_t bytes) noexcep
 }
 
 bool may_lend_grad_weight(const Spec& spec) noexcept {
-    return spec.grad_weight_mode == GradMode::write && spec.layout == WeightLayout::vocab_major && !is_quantized(spec);
+    return spec.grad_weight_mode == GradMode::write && spec.layout == WeightLayout::vocab_major && !is_quantized(spec) && !is_fp8(spec);
 }
 
 double lendable_part(const Spec& spec, std::int64_t num_tokens) noexcept {

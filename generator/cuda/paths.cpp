@@ -5,6 +5,7 @@
 
 #include "flce/error.hpp"
 #include "generator/cuda/common/cuda_path.hpp"
+#include "generator/cuda/fp8/path.hpp"
 #include "generator/cuda/gather/path.hpp"
 #include "generator/cuda/lt/path.hpp"
 #include "generator/cuda/sm80/path.hpp"
@@ -13,7 +14,7 @@
 namespace flce {
 
 std::span<const CudaPath* const> cuda_paths() noexcept {
-    static constexpr std::array<const CudaPath*, 4> kPaths = {&kPathSm80, &kPathSm90, &kPathLt, &kPathGather};
+    static constexpr std::array<const CudaPath*, 5> kPaths = {&kPathSm80, &kPathSm90, &kPathLt, &kPathGather, &kPathFp8};
     return kPaths;
 }
 

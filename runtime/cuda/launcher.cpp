@@ -328,8 +328,10 @@ int encode_map(const LauncherContext* context, void* map, std::int64_t address, 
     const cuuint64_t strides[2] = {static_cast<cuuint64_t>(row_bytes), static_cast<cuuint64_t>(block_bytes)};
     const cuuint32_t box[3] = {TensorMapField::kBoxBytes / element_bytes, box_rows, 1};
     const cuuint32_t steps[3] = {1, 1, 1};
-    // 16-bit elements are only moved, fp32 may be added.
-    const CUtensorMapDataType type = element_bytes == 4 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32 : CU_TENSOR_MAP_DATA_TYPE_UINT16;
+    // Elements of 8 and 16 bits are only moved, fp32 may be added.
+    const CUtensorMapDataType type = element_bytes == 4   ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32
+                                     : element_bytes == 2 ? CU_TENSOR_MAP_DATA_TYPE_UINT16
+                                                          : CU_TENSOR_MAP_DATA_TYPE_UINT8;
     return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(context->tensor_map_encode)(
         static_cast<CUtensorMap*>(map), type, blocks == 0 ? 2 : 3, reinterpret_cast<void*>(address), extents, strides, box, steps,
         CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);

@@ -16,6 +16,7 @@ bool CudaPath::is_own_of(const Device& device) const {
 
 bool CudaPath::is_preferred(const Spec& spec, const Device& device) const {
     if (spec.support || gathers) return spec.support && gathers;
+    if (is_fp8(spec) || eight_bits) return is_fp8(spec) && eight_bits && is_own_of(device);
     if (has_teacher_head(spec)) return calls_library;
     if (spec.top_k > 0 && calls_library) return true;
     return is_own_of(device) && spec.hidden_size >= least_hidden_size;

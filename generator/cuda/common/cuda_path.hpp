@@ -75,6 +75,7 @@ struct CudaPath {
     int grad_weight_cluster;  ///< blocks along M that write a tile of grad_weight together
     int retained_columns;     ///< columns of a block of retained exponentials
     bool gathers;             ///< whether kernels read the weight's rows of a spec's ids alone: for specs with `support`, and no others
+    bool eight_bits = false;  ///< whether products are of numbers in 8 bits: for specs with fp8, and no others
     bool calls_library;       ///< whether launch programs have products by cuBLASLt, and tiles are what one of its calls computes
 
     /// Why the path cannot express `spec` with `strategy` or run on `device`, whatever the tiles.

@@ -39,7 +39,7 @@ std::string transform_functions(const Spec& spec, const Plan& plan, const std::s
         text += transform_source(spec, math, "        ");
     }
     text += "    }\n";
-    if (plan.strategy == Strategy::retain && spec.softcap != 0.0) {
+    if ((plan.strategy == Strategy::retain || is_fp8(spec)) && spec.softcap != 0.0) {
         text += "    enum : bool { stores_derivative = true };\n";
         text += "    static __device__ __forceinline__ float derivative_at(float z, const float* p) {\n";
         text += derivative_source(spec, "        ");
@@ -85,6 +85,10 @@ std::string problem_struct(const Spec& spec, const Plan& plan, const KernelFamil
     if (spec.class_groups) text += "    enum : bool { class_groups = true };\n";
     if (spec.temperature) text += "    enum : bool { temperature = true };\n";
     if (spec.support) text += "    enum : bool { support = true };\n";
+    if (is_fp8(spec)) {
+        text += fmt::format("    enum : bool {{ int8_logits = {} }};\n", spec.fp8 == Fp8Operands::int8);
+        text += fmt::format("    enum : bool {{ e5m2_dlogits = {} }};\n", spec.fp8_dlogits == Fp8Dlogits::e5m2);
+    }
     if (has_teacher_head(spec)) {
         text += "    enum : bool { divergence = true };\n";
         text += fmt::format("    enum : int {{ divergence_form = {} }};\n", static_cast<int>(divergence_form(spec.divergence_beta)));

@@ -1,0 +1,249 @@
+#include <iterator>
+#include <utility>
+
+#include "generator/cuda/common/backward_steps.hpp"
+#include "generator/cuda/common/retained_steps.hpp"
+#include "generator/cuda/fp8/logits_launch.hpp"
+
+namespace flce::fp8 {
+namespace {
+
+struct BackwardPassFp8 : BackwardPass {
+    const BackwardLayoutFp8& layout;  ///< BackwardPass's, with this path's places
+    const Device& device;
+    Expr retains;         ///< whether there are retained exponentials
+    Expr weight_largest;  ///< address of the bits of the weight's largest number, and so is the next one
+    Expr hidden_largest;
+
+    BackwardPassFp8(const Spec& spec, const Device& device, const Plan& plan, const CudaSource& source, const BackwardLayoutFp8& layout)
+        : BackwardPass(spec, plan, source, layout),
+          layout(layout),
+          device(device),
+          retains(less(0, layout.retained.columns)),
+          weight_largest(select(retains, slot(Slot::retained), workspace_at(layout.largest))),
+          hidden_largest(workspace_at(layout.largest) + static_cast<std::int64_t>(offsetof(Fp8Largest, hidden))) {}
+
+    [[nodiscard]] Expr tokens() const { return slot(Slot::num_tokens); }
+};
+
+/// Columns whose exponentials exist, and addresses: [N, pitch] and [columns, token_positions].
+struct Columns {
+    Expr first;
+    Expr count;
+    Expr exponentials;
+    Expr pitch;
+    Expr turned;
+};
+
+Statement rows_launch(const BackwardPassFp8& pass) {
+    using Params = Fp8RowsParams;
+    const BackwardLayoutFp8& layout = pass.layout;
+    LaunchBuilder<Params> launch(pass.source.kernel(KernelRole::fp8_rows), warps_grid(pass.tokens()));
+    launch.set(&Params::hidden, slot(Slot::hidden))
+        .set(&Params::weight, slot(Slot::weight))
+        .set(&Params::bias, slot(Slot::bias))
+        .set(&Params::class_offset, slot(Slot::class_offset))
+        .set(&Params::coefficients, workspace_at(layout.coefficients))
+        .set(&Params::row_targets, workspace_at(layout.row_targets))
+        .set(&Params::row_temperatures, pass.spec.temperature ? workspace_at(layout.row_temperatures) : Expr(0))
+        .set(&Params::retained_powers, select(pass.retains, retained_at(layout.retained.powers), 0))
+        .set(&Params::powers, workspace_at(layout.powers))
+        .set(&Params::factors, workspace_at(layout.factors))
+        .set(&Params::target_dz, workspace_at(layout.target_dz))
+        .set(&Params::largest, workspace_at(layout.largest))
+        .set_transform(&Params::transform, pass.spec)
+        .set(&Params::rows, pass.tokens())
+        .set_float(&Params::derivative, static_cast<float>(pass.spec.logit_scale));
+    return launch.build();
+}
+
+/// The largest number of the weight, where forward has not left it.
+Statement largest_launch(const BackwardPassFp8& pass) {
+    using Params = Fp8CodesParams;
+    LaunchBuilder<Params> launch(pass.source.kernel(KernelRole::fp8_largest), warps_grid(pass.spec.vocab_size));
+    launch.set(&Params::from, slot(Slot::weight))
+        .set(&Params::largest, workspace_at(pass.layout.largest))
+        .set(&Params::rows, pass.spec.vocab_size);
+    return {If{present(Slot::grad_hidden) && !pass.retains, {launch.build()}}};
+}
+
+/// Rows of a matrix, turned over. `factors`: address, or 0.
+Statement turn_launch(const BackwardPassFp8& pass, KernelRole kernel, const Expr& from, const Expr& rows, const Expr& codes,
+                      const Expr& positions, const Expr& largest, const Expr& factors) {
+    using Params = Fp8TurnParams;
+    LaunchBuilder<Params> launch(pass.source.kernel(kernel), (pass.spec.hidden_size + kFp8Square - 1) / kFp8Square,
+                                 ceil_div(rows, kFp8Square));
+    launch.set(&Params::from, from)
+        .set(&Params::codes, codes)
+        .set(&Params::largest, largest)
+        .set(&Params::factors, factors)
+        .set(&Params::positions, positions)
+        .set(&Params::rows, rows);
+    return launch.build();
+}
+
+LaunchBuilder<Fp8GradientParams> gradient_launch(const BackwardPassFp8& pass, KernelRole kernel, const MappedMatrix& a,
+                                                 const MappedMatrix& b, const Expr& address, std::int64_t element) {
+    using Params = Fp8GradientParams;
+    const std::int64_t hidden = pass.spec.hidden_size;
+    const Expr grid = clusters_of(pass.device, kGradientTile, a.rows, hidden) * kClusterBlocks;
+    LaunchBuilder<Params> launch(pass.source.kernel(kernel), grid);
+    launch.set_map(&Params::a_map, a, kGradientTile.block_m, 1)
+        .set_map(&Params::b_map, b, kGradientTile.block_n / kClusterBlocks, 1)
+        .set_map(&Params::result_map, {address, hidden, a.rows, hidden}, 64, element)
+        .set(&Params::m, a.rows)
+        .set(&Params::n, hidden)
+        .set(&Params::k, a.columns);
+    return launch;
+}
+
+/// grad_hidden's sum over columns: codes of the weight turned over, then the product.
+std::vector<Statement> hidden_steps(const BackwardPassFp8& pass, const Columns& of, const Expr& turned_weight, const Expr& width) {
+    using Params = Fp8GradientParams;
+    const BackwardLayoutFp8& layout = pass.layout;
+    const Expr positions = round_up(of.count, kFp8ClassGroup);
+    LaunchBuilder<Params> launch = gradient_launch(pass, KernelRole::grad_hidden, {of.exponentials, positions, pass.tokens(), of.pitch},
+                                                   {turned_weight, positions, pass.spec.hidden_size, width}, workspace_at(layout.sum), 4);
+    launch.set(&Params::row_factors, workspace_at(layout.factors))
+        .set(&Params::largest, pass.weight_largest)
+        .set(&Params::adds, less(0, of.first));
+    return {turn_launch(pass, KernelRole::fp8_turn_weight, weight_row_at(pass.spec, of.first), of.count, turned_weight, width,
+                        pass.weight_largest, 0),
+            launch.build()};
+}
+
+Statement weight_step(const BackwardPassFp8& pass, const Columns& of) {
+    using Params = Fp8GradientParams;
+    const BackwardLayoutFp8& layout = pass.layout;
+    const Expr positions = token_positions();
+    const Expr address = slot(Slot::grad_weight) + of.first * (pass.spec.hidden_size * pass.grad_element_bytes);
+    LaunchBuilder<Params> launch = gradient_launch(pass, KernelRole::grad_weight, {of.turned, positions, of.count, positions},
+                                                   {workspace_at(layout.hidden_turned), positions, pass.spec.hidden_size, positions},
+                                                   address, pass.grad_element_bytes);
+    launch.set(&Params::largest, pass.hidden_largest).set(&Params::adds, pass.spec.grad_weight_mode == GradMode::accumulate ? 1 : 0);
+    return {If{present(Slot::grad_weight), {launch.build()}}};
+}
+
+std::vector<Statement> bias_steps(const BackwardPassFp8& pass, const Columns& of) {
+    if (!pass.spec.bias) return {};
+    using Params = Fp8BiasParams;
+    LaunchBuilder<Params> launch(pass.source.kernel(KernelRole::fp8_bias), warps_grid(of.count));
+    launch.set(&Params::turned, of.turned)
+        .set(&Params::factors, workspace_at(pass.layout.factors))
+        .set(&Params::grad_bias, slot(Slot::grad_bias) + of.first * pass.grad_element_bytes)
+        .set(&Params::positions, token_positions())
+        .set(&Params::columns, of.count)
+        .set(&Params::rows, pass.tokens());
+    return {{If{present(Slot::grad_bias), {launch.build()}}}};
+}
+
+/// Gradients of the retained columns.
+Statement retained_steps(const BackwardPassFp8& pass) {
+    const BackwardLayoutFp8& layout = pass.layout;
+    const RetainedFp8& retained = layout.retained;
+    const Expr exponentials = retained_at(retained.exponentials);
+    const Expr turned = retained_at(retained.turned);
+    const Columns all{0, retained.columns, exponentials, retained.pitch, turned};
+    const Expr first = variable(kChunkLoop) * layout.kept.width;
+    const Columns chunk{first, min(retained.columns - first, layout.kept.width), exponentials + first, retained.pitch, 0};
+    Statement hidden{Loop{kChunkLoop, layout.kept.count, hidden_steps(pass, chunk, layout.kept_places.turned_weight, layout.kept.width)}};
+    // grad_hidden first: the weight turned over may lie in grad_weight.
+    std::vector<Statement> steps = {{If{present(Slot::grad_hidden), {std::move(hidden)}}}, weight_step(pass, all)};
+    for (Statement& step : bias_steps(pass, all)) steps.push_back(std::move(step));
+    return {If{pass.retains, std::move(steps)}};
+}
+
+/// Logits of a chunk again, and their exponentials.
+std::vector<Statement> logits_again(const BackwardPassFp8& pass, const Columns& chunk, const ChunkPlaces& places) {
+    const Spec& spec = pass.spec;
+    const BackwardLayoutFp8& layout = pass.layout;
+    LogitsAt at;
+    at.first = chunk.first;
+    at.columns = at.stored = chunk.count;
+    at.hidden_codes = workspace_at(layout.hidden_codes);
+    at.row_scales = workspace_at(layout.row_scales);
+    at.weight_codes = places.weight_codes;
+    at.column_scales = places.column_scales;
+    at.powers = workspace_at(layout.powers);
+    at.exponentials = chunk.exponentials;
+    at.turned = chunk.turned;
+    at.pitch = chunk.pitch;
+    const CodesAt codes{
+        .from = weight_row_at(spec, chunk.first), .rows = chunk.count, .codes = places.weight_codes, .scales = places.column_scales};
+    LaunchBuilder<ForwardParams> launch(pass.source.kernel(KernelRole::forward), logits_grid(pass.device, chunk.count));
+    launch.set(&ForwardParams::bias, slot(Slot::bias))
+        .set(&ForwardParams::class_offset, slot(Slot::class_offset))
+        .set(&ForwardParams::rows, pass.tokens())
+        .set_transform(&ForwardParams::transform, spec);
+    return {codes_launch(spec, pass.source, codes), logits_launch(spec, std::move(launch), at), no_targets_launch(spec, pass.source, at)};
+}
+
+/// Gradients of columns whose logits are made again, chunk by chunk.
+Statement chunks_loop(const BackwardPassFp8& pass, const Cut& cut, const ChunkPlaces& places) {
+    const Expr first = cut.first + variable(kChunkLoop) * cut.width;
+    const Columns chunk{first, min(cut.end - first, cut.width), places.exponentials, cut.width, places.turned};
+    std::vector<Statement> steps = logits_again(pass, chunk, places);
+    steps.push_back({If{present(Slot::grad_hidden), hidden_steps(pass, chunk, places.turned_weight, cut.width)}});
+    steps.push_back(weight_step(pass, chunk));
+    for (Statement& step : bias_steps(pass, chunk)) steps.push_back(std::move(step));
+    return {Loop{kChunkLoop, cut.count, std::move(steps)}};
+}
+
+Statement finish_step(const BackwardPassFp8& pass) {
+    using Params = Fp8FinishParams;
+    const BackwardLayoutFp8& layout = pass.layout;
+    LaunchBuilder<Params> launch(pass.source.kernel(KernelRole::fp8_finish), warps_grid(pass.tokens()));
+    launch.set(&Params::sum, workspace_at(layout.sum))
+        .set(&Params::weight, slot(Slot::weight))
+        .set(&Params::row_targets, workspace_at(layout.row_targets))
+        .set(&Params::target_dz, workspace_at(layout.target_dz))
+        .set(&Params::grad_hidden, slot(Slot::grad_hidden))
+        .set(&Params::rows, pass.tokens());
+    return {If{present(Slot::grad_hidden), {launch.build()}}};
+}
+
+/// The targets' elements of grad_weight and grad_bias.
+Statement target_rows_step(const BackwardPassFp8& pass) {
+    const BackwardLayoutFp8& layout = pass.layout;
+    const Expr n = pass.tokens();
+    LaunchBuilder<Fp8OrderParams> order(pass.source.kernel(KernelRole::fp8_order), ceil_div(n, kRowThreads / 32 * 4));
+    order.set(&Fp8OrderParams::row_targets, workspace_at(layout.row_targets))
+        .set(&Fp8OrderParams::order, workspace_at(layout.order))
+        .set(&Fp8OrderParams::rows, n);
+    using Params = Fp8TargetRowsParams;
+    LaunchBuilder<Params> rows(pass.source.kernel(KernelRole::fp8_target_rows), warps_grid(n), (pass.spec.hidden_size + 255) / 256);
+    rows.set(&Params::hidden, slot(Slot::hidden))
+        .set(&Params::row_targets, workspace_at(layout.row_targets))
+        .set(&Params::target_dz, workspace_at(layout.target_dz))
+        .set(&Params::order, workspace_at(layout.order))
+        .set(&Params::grad_weight, slot(Slot::grad_weight))
+        .set(&Params::grad_bias, slot(Slot::grad_bias))
+        .set(&Params::rows, n);
+    return {If{present(Slot::grad_weight) || present(Slot::grad_bias), {order.build(), rows.build()}}};
+}
+
+}  // namespace
+
+LaunchProgram backward_program(const Spec& spec, const Device& device, const Plan& plan, const CudaSource& source,
+                               const BackwardLayoutFp8& layout) {
+    const BackwardPassFp8 pass(spec, device, plan, source, layout);
+    std::vector<Statement> steps = coefficient_steps(pass);
+    steps.push_back({MemsetZero{workspace_at(layout.largest), static_cast<std::int64_t>(sizeof(Fp8Largest))}});
+    steps.push_back(rows_launch(pass));
+    steps.push_back(largest_launch(pass));
+    Statement turn = turn_launch(pass, KernelRole::fp8_turn_hidden, slot(Slot::hidden), pass.tokens(), workspace_at(layout.hidden_turned),
+                                 token_positions(), pass.hidden_largest, workspace_at(layout.factors));
+    steps.push_back({If{present(Slot::grad_weight), {std::move(turn)}}});
+    steps.push_back(retained_steps(pass));
+    steps.push_back({If{less(layout.retained.columns, spec.vocab_size),
+                        {hidden_codes_launch(spec, source, workspace_at(layout.hidden_codes), workspace_at(layout.row_scales))}}});
+    for (std::size_t i = 0; i < layout.again.size(); ++i) steps.push_back(chunks_loop(pass, layout.again[i], layout.again_places[i]));
+    steps.push_back(finish_step(pass));
+    steps.push_back(target_rows_step(pass));
+    std::vector<Statement> body;
+    body.push_back({If{any_gradient() && less(0, pass.tokens()), std::move(steps)}});
+    for (Statement& step : zero_the_rest(pass)) body.push_back(std::move(step));
+    return {.body = {{If{does_first_stage(), std::move(body)}}}, .variable_count = kBackwardLoops};
+}
+
+}  // namespace flce::fp8

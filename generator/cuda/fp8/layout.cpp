@@ -1,0 +1,172 @@
+#include "generator/cuda/fp8/layout.hpp"
+
+#include <algorithm>
+#include <utility>
+
+#include "generator/cuda/common/launch_builder.hpp"
+#include "generator/cuda/fp8/path.hpp"
+#include "templates/fp8/params.cuh"
+
+namespace flce::fp8 {
+namespace {
+
+constexpr std::int64_t kReserveBytes = 160 << 10;  // scalars, what alignment costs, and positions of a least chunk without a token
+
+/// Bytes of scratch beside what grows with a chunk: tokens are rounded up to groups of positions.
+std::int64_t reserve_bytes(const Spec& spec) { return kReserveBytes + kFp8TokenGroup * spec.hidden_size; }
+
+std::int64_t grad_row_bytes(const Spec& spec) {
+    return spec.hidden_size * static_cast<std::int64_t>(element_bytes(spec.grad_weight_dtype));
+}
+
+/// Columns [first, end) in chunks that are nearly alike, of at most `most`, a multiple of kFp8Quantum.
+Cut cut_columns(const Expr& first, const Expr& end, const Expr& most) {
+    const Expr columns = end - first;
+    const Expr count = ceil_div(columns, most);
+    return {first, end, round_up(ceil_div(columns, max(count, 1)), kFp8Quantum), count};
+}
+
+/// Whole quanta of columns, at least one.
+Expr whole_quanta(const Expr& columns) { return max(round_down(columns, kFp8Quantum), kFp8Quantum); }
+
+/// Bytes of a chunk's column where logits are made again.
+Expr again_bytes(const Spec& spec) { return slot(Slot::num_tokens) + token_positions() + (code_pitch(spec) + spec.hidden_size + 4); }
+
+/// Places of a chunk of `width` columns from `begin` on, an address.
+ChunkPlaces chunk_places(const Spec& spec, const Expr& begin, const Expr& width) {
+    Pieces pieces(begin);
+    ChunkPlaces places;
+    places.turned_weight = pieces.take(width * spec.hidden_size);
+    places.weight_codes = pieces.take(width * code_pitch(spec));
+    places.column_scales = pieces.take(width * 4);
+    places.exponentials = pieces.take(width * slot(Slot::num_tokens));
+    places.turned = pieces.take(width * token_positions());
+    return places;
+}
+
+}  // namespace
+
+std::int64_t code_pitch(const Spec& spec) { return multiple_above(spec.hidden_size, 16); }
+
+Expr token_positions() { return round_up(max(slot(Slot::num_tokens), 1), kFp8TokenGroup); }
+
+RetainedFp8 retained_layout(const Spec& spec, const Plan& plan) {
+    RetainedFp8 r;
+    if (plan.strategy != Strategy::retain) return r;
+    const Expr n = slot(Slot::num_tokens);
+    const std::int64_t whole_pitch = multiple_above(spec.vocab_size, kFp8ClassGroup);
+    Pieces pieces;
+    pieces.take(static_cast<std::int64_t>(sizeof(Fp8Largest)));
+    r.powers = pieces.take(n * 4);
+    r.exponentials = pieces.end();
+    const Expr numbers = pieces.end();
+    pieces.take(n * whole_pitch);
+    r.most = pieces.end() + token_positions() * spec.vocab_size;
+    const Expr bytes = slot(Slot::retained_bytes);
+    const Expr fitting = floor_div(max(bytes - numbers - kWorkspaceAlignment, 0), max(n, 1) + token_positions());
+    const Expr part = min(round_down(fitting, kFp8Quantum), multiple_below(spec.vocab_size, kFp8Quantum));
+    const Expr all = less(r.most, bytes + 1);
+    r.columns = select(all, spec.vocab_size, part);
+    r.pitch = select(all, whole_pitch, part);
+    r.turned = r.exponentials + round_up(n * r.pitch, kWorkspaceAlignment);
+    return r;
+}
+
+ForwardLayoutFp8 forward_layout(const Spec& spec, const Plan& plan) {
+    const Expr n = slot(Slot::num_tokens);
+    ForwardLayoutFp8 f;
+    f.retained = retained_layout(spec, plan);
+    f.rows = max(n, 1);
+    f.launches = min(n, 1);
+    f.partial_rows = f.running_rows = round_up(n, 32);
+    f.sums_run = true;
+    Pieces pieces;
+    pieces.take(static_cast<std::int64_t>(sizeof(PassScalars)));
+    f.largest = pieces.take(static_cast<std::int64_t>(sizeof(Fp8Largest)));
+    f.target_logits = pieces.take(n * 4);
+    f.loss_partials = pieces.take(ceil_div(n, kOutputRows) * static_cast<std::int64_t>(sizeof(LossPartial)));
+    f.running = pieces.take(f.running_rows * 8);
+    f.powers = pieces.take(n * 4);
+    f.again = pieces.take(ceil_div(n, kFp8ClusterRows) * 4);
+    f.row_scales = pieces.take(n * 4);
+    f.hidden_codes = pieces.take(n * code_pitch(spec));
+    // A column takes its codes, its scale, and its part of a tile's sums.
+    const std::int64_t tile = kLogitsTile.block_n;
+    const std::int64_t codes = code_pitch(spec) + 4;
+    const Expr most = floor_div((plan.scratch_bytes - reserve_bytes(spec)) * tile, codes * tile + f.partial_rows * 8);
+    f.cut = cut_columns(0, spec.vocab_size, whole_quanta(most));
+    f.column_scales = pieces.take(f.cut.width * 4);
+    f.weight_codes = pieces.take(f.cut.width * code_pitch(spec));
+    f.partials = pieces.take(floor_div(f.cut.width, tile) * f.partial_rows * 8);
+    f.total = pieces.end();
+    return f;
+}
+
+namespace {
+
+/// Whether the call has a grad_weight that will be written, whose memory is free until then: 0 or 1.
+Expr has_free_gradient(const Spec& spec) { return spec.grad_weight_mode == GradMode::write ? present(Slot::grad_weight) : Expr(0); }
+
+/// Chunks of the columns behind the retained ones: wide ones, at the end of grad_weight's memory while the rows there are not written, and
+/// the rest in scratch.
+void place_again(const Spec& spec, const Plan& plan, const Expr& scratch, BackwardLayoutFp8& b) {
+    constexpr std::int64_t kShare = 4;  // part of the memory that a chunk takes
+    constexpr std::int64_t kAlignments = 8 * kWorkspaceAlignment;
+    const Expr most = whole_quanta(plan.vocab_chunk);
+    const std::int64_t row_bytes = grad_row_bytes(spec);
+    const std::int64_t all_bytes = spec.vocab_size * row_bytes;
+    Cut wide{.first = b.retained.columns, .end = spec.vocab_size};
+    wide.width = min(whole_quanta(floor_div(all_bytes / kShare, again_bytes(spec))), most);
+    const Expr begin = round_down(max(all_bytes - wide.width * again_bytes(spec) - kAlignments, 0), kWorkspaceAlignment);
+    const Expr count = floor_div(max(floor_div(begin, row_bytes) - wide.first, 0), wide.width);
+    wide.count = select(has_free_gradient(spec), count, 0);
+    const Expr rest = wide.first + wide.count * wide.width;
+    if (spec.grad_weight_mode == GradMode::write) {
+        b.again.push_back(wide);
+        b.again_places.push_back(chunk_places(spec, round_up(slot(Slot::grad_weight) + begin, kWorkspaceAlignment), wide.width));
+    }
+    const Expr fitting = floor_div(plan.scratch_bytes - reserve_bytes(spec), again_bytes(spec));
+    b.again.push_back(cut_columns(rest, spec.vocab_size, min(whole_quanta(fitting), most)));
+    b.again_places.push_back(chunk_places(spec, scratch, b.again.back().width));
+}
+
+/// Chunks of the retained columns' weight turned over, in grad_weight's memory where that is free.
+void place_kept(const Spec& spec, const Expr& scratch, const Expr& room, BackwardLayoutFp8& b) {
+    const std::int64_t free = spec.vocab_size * grad_row_bytes(spec) - kWorkspaceAlignment;
+    const std::int64_t wide = multiple_below(free / spec.hidden_size, kFp8Quantum);
+    const Expr takes = wide > 0 ? has_free_gradient(spec) : Expr(0);
+    b.kept = cut_columns(0, b.retained.columns, select(takes, wide, whole_quanta(floor_div(room, spec.hidden_size))));
+    b.kept_places.turned_weight = select(takes, round_up(slot(Slot::grad_weight), kWorkspaceAlignment), scratch);
+}
+
+}  // namespace
+
+BackwardLayoutFp8 backward_layout(const Spec& spec, const Plan& plan) {
+    const Expr n = slot(Slot::num_tokens);
+    BackwardLayoutFp8 b;
+    b.retained = retained_layout(spec, plan);
+    b.rows = max(n, 1);
+    b.row_blocks = min(n, 1);
+    Pieces pieces;
+    pieces.take(static_cast<std::int64_t>(sizeof(PassScalars)));
+    b.largest = pieces.take(static_cast<std::int64_t>(sizeof(Fp8Largest)));
+    b.coefficients = pieces.take(n * 16);
+    b.row_targets = pieces.take(n * 8);
+    if (spec.temperature) b.row_temperatures = pieces.take(n * 4);
+    for (Expr* numbers : {&b.powers, &b.factors, &b.target_dz, &b.order, &b.row_scales}) *numbers = pieces.take(n * 4);
+    b.hidden_codes = pieces.take(n * code_pitch(spec));
+    b.hidden_turned = pieces.take(token_positions() * spec.hidden_size);
+    b.sum = pieces.take(n * (4 * spec.hidden_size));
+    const Expr scratch = workspace_at(pieces.end());
+    const Expr room = max(plan.scratch_bytes - reserve_bytes(spec), again_bytes(spec) * kFp8Quantum);
+    place_kept(spec, scratch, room, b);
+    place_again(spec, plan, scratch, b);
+    b.total = pieces.end() + room;
+    return b;
+}
+
+std::int64_t least_scratch_bytes(const Spec& spec, const Plan& /*plan*/) {
+    return reserve_bytes(spec) + kFp8Quantum * (code_pitch(spec) + spec.hidden_size + 4);
+}
+
+}  // namespace flce::fp8

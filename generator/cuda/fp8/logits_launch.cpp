@@ -1,0 +1,85 @@
+#include "generator/cuda/fp8/logits_launch.hpp"
+
+#include <utility>
+
+namespace flce::fp8 {
+namespace {
+
+LaunchBuilder<Fp8CodesParams> codes_of(const Spec& spec, const CudaSource& source, const CodesAt& at) {
+    using Params = Fp8CodesParams;
+    LaunchBuilder<Params> launch(source.kernel(KernelRole::fp8_codes), warps_grid(at.rows));
+    launch.set(&Params::from, at.from)
+        .set(&Params::codes, at.codes)
+        .set(&Params::scales, at.scales)
+        .set(&Params::largest, at.largest)
+        .set(&Params::unless, at.unless)
+        .set(&Params::pitch, code_pitch(spec))
+        .set(&Params::rows, at.rows);
+    return launch;
+}
+
+}  // namespace
+
+Expr warps_grid(const Expr& rows) { return ceil_div(rows, kRowThreads / 32); }
+
+Expr weight_row_at(const Spec& spec, const Expr& row) {
+    return slot(Slot::weight) + row * (spec.hidden_size * static_cast<std::int64_t>(element_bytes(spec.dtype)));
+}
+
+Statement codes_launch(const Spec& spec, const CudaSource& source, const CodesAt& at) { return codes_of(spec, source, at).build(); }
+
+Statement hidden_codes_launch(const Spec& spec, const CudaSource& source, const Expr& codes, const Expr& scales) {
+    using Params = Fp8CodesParams;
+    const CodesAt at{.from = slot(Slot::hidden), .rows = slot(Slot::num_tokens), .codes = codes, .scales = scales};
+    LaunchBuilder<Params> launch = codes_of(spec, source, at);
+    launch.set_targets(&Params::targets, spec, 0).set(&Params::temperature, slot(Slot::temperature));
+    return launch.build();
+}
+
+Expr logits_grid(const Device& device, const Expr& columns) {
+    return clusters_of(device, kLogitsTile, slot(Slot::num_tokens), columns) * kClusterBlocks;
+}
+
+Statement logits_launch(const Spec& spec, LaunchBuilder<ForwardParams> launch, const LogitsAt& at) {
+    using Params = Fp8LogitsParams;
+    const Expr n = slot(Slot::num_tokens);
+    const std::int64_t pitch = code_pitch(spec);
+    const Expr stores = less(0, at.stored);
+    LaunchBuilder<Params> full(std::move(launch));
+    full.set_map(&Params::hidden_map, {at.hidden_codes, pitch, n, pitch}, kLogitsTile.block_m, 1)
+        .set_map(&Params::weight_map, {at.weight_codes, pitch, at.columns, pitch}, kLogitsTile.block_n / kClusterBlocks, 1)
+        // There is always something to map; where nothing is stored it is not used.
+        .set_map(&Params::turned_map,
+                 {select(stores, at.turned, at.hidden_codes), select(stores, token_positions(), pitch), select(stores, at.stored, n),
+                  select(stores, token_positions(), pitch)},
+                 kLogitsTile.block_n, 1)
+        .set(&Params::row_scales, at.row_scales)
+        .set(&Params::column_scales, at.column_scales)
+        .set(&Params::powers, at.powers)
+        .set(&Params::exponentials, at.exponentials)
+        .set(&Params::again, at.again)
+        .set(&Params::unless, at.unless)
+        .set(&Params::pitch, at.pitch)
+        .set(&Params::first_column, at.first)
+        .set(&Params::columns, at.columns)
+        .set(&Params::stored, at.stored)
+        .set(&Params::sums, at.sums);
+    return build_with_rows(std::move(full), spec, {slot(Slot::temperature)});
+}
+
+Statement no_targets_launch(const Spec& spec, const CudaSource& source, const LogitsAt& at) {
+    using Params = Fp8NoTargetsParams;
+    LaunchBuilder<Params> launch(source.kernel(KernelRole::fp8_no_targets), ceil_div(slot(Slot::num_tokens), kRowThreads));
+    launch.set_targets(&Params::targets, spec, 0)
+        .set(&Params::temperature, slot(Slot::temperature))
+        .set(&Params::exponentials, at.exponentials)
+        .set(&Params::turned, at.turned)
+        .set(&Params::pitch, at.pitch)
+        .set(&Params::positions, token_positions())
+        .set(&Params::first_column, at.first)
+        .set(&Params::columns, at.stored)
+        .set(&Params::rows, slot(Slot::num_tokens));
+    return launch.build();
+}
+
+}  // namespace flce::fp8

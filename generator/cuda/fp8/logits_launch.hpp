@@ -1,0 +1,52 @@
+// Launches that both passes have: codes of rows, and logits from codes.
+#pragma once
+
+#include "generator/cuda/common/launch_builder.hpp"
+#include "generator/cuda/fp8/path.hpp"
+#include "templates/fp8/params.cuh"
+
+namespace flce::fp8 {
+
+/// A launch's rows, whose codes and scales are where.
+struct CodesAt {
+    Expr from;
+    Expr rows;
+    Expr codes;
+    Expr scales;
+    Expr largest{0};  ///< Fp8CodesParams', and so is `unless`
+    Expr unless{0};
+};
+[[nodiscard]] Statement codes_launch(const Spec& spec, const CudaSource& source, const CodesAt& at);
+/// Codes of hidden: zeros for ignored tokens.
+[[nodiscard]] Statement hidden_codes_launch(const Spec& spec, const CudaSource& source, const Expr& codes, const Expr& scales);
+/// Address of the weight's row `row`.
+[[nodiscard]] Expr weight_row_at(const Spec& spec, const Expr& row);
+
+/// Columns of a launch of logits, and addresses of what it reads and writes.
+struct LogitsAt {
+    Expr first{0};
+    Expr columns{0};
+    Expr hidden_codes{0};
+    Expr row_scales{0};
+    Expr weight_codes{0};
+    Expr column_scales{0};
+    Expr powers{0};
+    Expr stored{0};  ///< Fp8LogitsParams', and so are `again`, `unless` and `sums`
+    Expr exponentials{0};
+    Expr turned{0};
+    Expr pitch{0};
+    Expr again{0};
+    Expr unless{0};
+    Expr sums{0};
+};
+/// Adds to `launch` everything but what ForwardParams has.
+[[nodiscard]] Statement logits_launch(const Spec& spec, LaunchBuilder<ForwardParams> launch, const LogitsAt& at);
+[[nodiscard]] Expr logits_grid(const Device& device, const Expr& columns);
+
+/// The targets' codes in `exponentials` and `turned`, which begin with column `first`, become 0.
+[[nodiscard]] Statement no_targets_launch(const Spec& spec, const CudaSource& source, const LogitsAt& at);
+
+/// Blocks of a kernel whose warps have a row each.
+[[nodiscard]] Expr warps_grid(const Expr& rows);
+
+}  // namespace flce::fp8

@@ -1,0 +1,135 @@
+// grad_hidden and grad_weight from exponentials in 8 bits: plain products with one sum, of which one result after the other leaves through
+// panels.
+#pragma once
+
+#include "flce/fp8/codes.cuh"
+#include "flce/fp8/mainloop.cuh"
+#include "flce/sm90/store.cuh"
+
+namespace flce {
+
+/// Panels of a result of type Out that is written, or added to in fp32; kUpdates: added to in 16 bits.
+template <class Out, class TileT, bool kUpdates>
+using PanelsFp8 = Select<kUpdates, PanelUpdate<Out, TileT>, PanelStore<Out, TileT, 1, 2>>;
+
+/// result[m, n] = factor · row_factors[m] · Σ_k A[m, k]·B[n, k], n being hidden dimensions.
+template <class Problem, class TileT, class Out, bool kUpdates, int kRaster>
+struct GradientFp8 {
+    using Mainloop = MainloopFp8<TileT, Problem::e5m2_dlogits ? CodesFp8::e5m2_e4m3 : CodesFp8::e4m3_e4m3>;
+    using Panels = PanelsFp8<Out, TileT, kUpdates>;
+    enum : int { kPanelsAt = Mainloop::kRingBytes };
+    enum : int { kBarriersAt = kPanelsAt + Panels::kBytes };
+    enum : int { kSmemBytes = kBarriersAt + Mainloop::kBarrierBytes };
+    enum : int { kThreads = TileT::kThreads };
+    enum : int { kHidden = Problem::hidden_size };
+    enum : int { kPanelColumns = Panels::kPanelColumns };
+    enum : int { kPanels = TileT::kBlockN / kPanelColumns };
+
+    const Fp8GradientParams& p;
+    Mainloop loop;
+    TileWalk<TileT, kRaster> walk;
+    Panels panels;
+    int slices;
+
+    __device__ __forceinline__ explicit GradientFp8(const Fp8GradientParams& params)
+        : p(params),
+          loop(dynamic_smem, kBarriersAt),
+          walk(params.m, params.n),
+          panels(loop.smem + kPanelsAt, loop.place),
+          slices(ceil_div(params.k, Mainloop::kDepth)) {
+        static_assert(Mainloop::kPiecesA == 1, "a consumer has 64 rows");
+    }
+
+    __device__ __forceinline__ void run() {
+        const unsigned clusters = gridDim.x / TileT::kCluster;
+        const unsigned first = blockIdx.x / TileT::kCluster;
+        if (loop.place.consumer < 0) {
+            ptx::setmaxnreg_dec<kProducerRegisters>();
+            if (threadIdx.x == 0) {
+                for (unsigned t = first; walk.go_to(t, loop.rank); t += clusters) loop.produce(p.a_map, p.b_map, walk.m, walk.n, slices);
+            }
+        } else {
+            ptx::setmaxnreg_inc<kConsumerRegisters>();
+            const float factor = __frcp_rn(fp8_factor(*p.largest));
+#pragma unroll 1
+            for (unsigned t = first; walk.go_to(t, loop.rank); t += clusters) compute(factor);
+            panels.finish();
+        }
+        loop.meet();
+    }
+
+private:
+    __device__ __forceinline__ void compute(float factor) {
+        const int y = walk.m + loop.place.first_row();
+        if constexpr (kUpdates) {
+            if (p.adds != 0) {
+                for (int panel = 0; panel < 2; ++panel) fetch(panel, y);
+            }
+        }
+        typename Mainloop::Accumulators c;
+        Mainloop::clear(c);
+        loop.template consume_at<kHidden>(c, walk.n, slices);
+        scale(c, factor);
+#pragma unroll
+        for (int panel = 0; panel < kPanels; ++panel) {
+            const int x = walk.n + panel * kPanelColumns;
+            if (x >= kHidden) continue;
+            if constexpr (kUpdates) {
+                panels.add(c[0], panel, panel * kPanelColumns / 8, 1.f);
+                panels.close(p.result_map, x, y);
+                if (panel + 2 < kPanels) fetch(panel + 2, y);
+            } else {
+                panels.open();
+#pragma unroll
+                for (int h = 0; h < 2; ++h) panels.put(c[0], h, panel * kPanelColumns / 8, 1.f);
+                panels.close(p.result_map, x, y, p.adds != 0);
+            }
+        }
+    }
+    __device__ __forceinline__ void fetch(int panel, int y) {
+        if constexpr (kUpdates) {
+            const int x = walk.n + panel * kPanelColumns;
+            if (x < kHidden) panels.fetch(p.result_map, panel, x, y);
+        }
+    }
+    /// A row's factor of 0 is an ignored one's, whose sum does not count.
+    __device__ __forceinline__ void scale(typename Mainloop::Accumulators& c, float factor) const {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            float f = factor;
+            if (p.row_factors != nullptr) {
+                const int row = walk.m + loop.place.row(0, h);
+                const float of_row = row < p.m ? p.row_factors[row] : 0.f;
+                f = of_row * factor;
+            }
+#pragma unroll
+            for (int j = 0; j < Mainloop::kColumnPieces; ++j)
+#pragma unroll
+                for (int e = 0; e < 2; ++e) c[0][j][2 * h + e] = f == 0.f ? 0.f : c[0][j][2 * h + e] * f;
+        }
+    }
+};
+
+template <class Problem, class TileT>
+struct GradHiddenFp8 : GradientFp8<Problem, TileT, float, false, Problem::raster> {
+    using GradientFp8<Problem, TileT, float, false, Problem::raster>::GradientFp8;
+};
+template <class Problem, class TileT>
+struct GradWeightFp8 : GradientFp8<Problem, TileT, typename Problem::GradWeight,
+                                   Problem::accumulate && sizeof(typename Problem::GradWeight) == 2, Problem::raster> {
+    using GradientFp8<Problem, TileT, typename Problem::GradWeight, Problem::accumulate && sizeof(typename Problem::GradWeight) == 2,
+                      Problem::raster>::GradientFp8;
+};
+
+template <class Problem, class TileT>
+__device__ __forceinline__ void grad_hidden_fp8(const Fp8GradientParams& p) {
+    prefetch_maps(p.a_map, p.b_map, p.result_map);
+    GradHiddenFp8<Problem, TileT>(p).run();
+}
+template <class Problem, class TileT>
+__device__ __forceinline__ void grad_weight_fp8(const Fp8GradientParams& p) {
+    prefetch_maps(p.a_map, p.b_map, p.result_map);
+    GradWeightFp8<Problem, TileT>(p).run();
+}
+
+}  // namespace flce

@@ -1,0 +1,8 @@
+// Everything that a generated configuration of path cuda_fp8 instantiates.
+#pragma once
+
+#include "flce/common/row_kernels.cuh"
+#include "flce/fp8/gradients.cuh"
+#include "flce/fp8/logits.cuh"
+#include "flce/fp8/rows.cuh"
+#include "flce/fp8/target_rows.cuh"

@@ -1,0 +1,127 @@
+// The main loop of 8-bit operands, C[m, n] = Σ_k A[m, k]·B[n, k], both contiguous along k: the ring, clusters and turns of sm90/mainloop.cuh.
+// A slice of 128 bytes is 128 deep.
+#pragma once
+
+#include "flce/fp8/params.cuh"
+#include "flce/fp8/wgmma.cuh"
+
+namespace flce {
+
+/// Formats of A and B.
+enum class CodesFp8 { s8_s8, e4m3_e4m3, e5m2_e4m3 };
+
+template <class TileT, CodesFp8 kCodes>
+struct MainloopFp8 : RingSm90<TileT> {
+    using Ring = RingSm90<TileT>;
+    using SliceA = SliceSm90<Major::k, TileT::kBlockM>;
+    using SliceB = SliceSm90<Major::k, TileT::kBlockN>;
+    enum : int { kPiecesA = TileT::kConsumerM / 64 };
+    enum : int { kColumnPieces = TileT::kBlockN / 8 };
+    enum : int { kDepth = 128 };
+    using Sum = Select<kCodes == CodesFp8::s8_s8, int, float>;
+    using Accumulators = Sum[kPiecesA][kColumnPieces][4];
+    using Ring::empty;
+    using Ring::full;
+    using Ring::place;
+    using Ring::position;
+    using Ring::rank;
+    using Ring::Ring;
+    using Ring::smem;
+    using Ring::turn;
+    using Ring::turn_parity;
+
+    /// One thread: brings `slices` slices of the tile at (m, n).
+    template <class PaceT = NoPace>
+    __device__ __forceinline__ void produce(const TensorMap& a, const TensorMap& b, int m, int n, int slices, PaceT&& pace = {}) {
+#pragma unroll 1
+        for (int slice = 0; slice < slices; ++slice) {
+            pace.before(slice);
+            ptx::mbarrier_wait_parity(empty(position.stage), position.parity ^ 1u);
+            const unsigned barrier = full(position.stage);
+            ptx::mbarrier_arrive_expect_tx(barrier, TileT::kStageBytes);
+            const unsigned stage = smem + static_cast<unsigned>(position.stage) * TileT::kStageBytes;
+            SliceA::template load<1>(stage, a, m, slice * kDepth, 0, barrier);
+            SliceB::template load<TileT::kCluster>(stage + SliceA::kBytes, b, n, slice * kDepth,
+                                                   TileT::kCluster > 1 ? static_cast<int>(rank) : 0, barrier);
+            position.advance();
+        }
+    }
+
+    /// A consumer: c = all slices of its next tile, of which the result has kExtent columns and the tile those from `n` on. Where few are
+    /// left of them, fewer are multiplied.
+    template <int kExtent>
+    __device__ __forceinline__ void consume_at(Accumulators& c, int n, int slices) {
+        constexpr int kTail = ceil_div(kExtent % TileT::kBlockN, 64) * 64;
+        if constexpr (kTail > 0 && kTail < TileT::kBlockN) {
+            if (n + TileT::kBlockN > kExtent) {
+                consume<kTail>(c, slices);
+                return;
+            }
+        }
+        consume(c, slices);
+    }
+
+    template <int kColumns = TileT::kBlockN>
+    __device__ __forceinline__ void consume(Accumulators& c, int slices) {
+        if constexpr (TileT::kTurns) {
+            ptx::mbarrier_wait_parity(turn(place.consumer), turn_parity);
+            turn_parity ^= 1u;
+        }
+        int previous = 0;
+        int slice = 0;
+        // There is a slice. The compiler must see that too, or it keeps wgmma from overlapping.
+#pragma unroll 1
+        do {
+            ptx::mbarrier_wait_parity(full(position.stage), position.parity);
+            ptx::wgmma_fence();
+            multiply<kColumns>(c);
+            ptx::wgmma_commit_group();
+            if (TileT::kTurns && slice + 1 == slices && place.lane == 0) ptx::mbarrier_arrive(turn(place.consumer ^ 1));
+            ptx::wgmma_wait_group<1>();
+            if (slice > 0) release(previous);
+            previous = position.stage;
+            position.advance();
+        } while (++slice < slices);
+        ptx::wgmma_wait_group<0>();
+        release(previous);
+    }
+
+    static __device__ __forceinline__ void clear(Accumulators& c) {
+#pragma unroll
+        for (int i = 0; i < kPiecesA; ++i)
+#pragma unroll
+            for (int j = 0; j < kColumnPieces; ++j)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) c[i][j][e] = Sum(0);
+    }
+
+private:
+    /// This warp has read the stage; every block that writes into it hears of it.
+    __device__ __forceinline__ void release(int stage) const {
+        if constexpr (TileT::kCluster > 1) {
+            if (place.lane < TileT::kCluster) ptx::mbarrier_arrive_cluster(empty(stage), static_cast<unsigned>(place.lane));
+        } else {
+            if (place.lane == 0) ptx::mbarrier_arrive(empty(stage));
+        }
+    }
+
+    template <int kColumns>
+    __device__ __forceinline__ void multiply(Accumulators& c) const {
+        const unsigned stage = smem + static_cast<unsigned>(position.stage) * TileT::kStageBytes;
+        const int first_row = place.first_row();
+#pragma unroll
+        for (int step = 0; step < kDepth / 32; ++step) {
+            const unsigned long long b = SliceB::descriptor(stage + SliceA::kBytes, 0, step);
+#pragma unroll
+            for (int i = 0; i < kPiecesA; ++i) {
+                const unsigned long long a = SliceA::descriptor(stage, first_row + i * 64, step);
+                auto& piece = reinterpret_cast<Sum(&)[kColumns / 8][4]>(c[i]);
+                if constexpr (kCodes == CodesFp8::s8_s8) ptx::wgmma_s8_s8(piece, a, b, 1);
+                if constexpr (kCodes == CodesFp8::e4m3_e4m3) ptx::wgmma_e4m3_e4m3(piece, a, b, 1);
+                if constexpr (kCodes == CodesFp8::e5m2_e4m3) ptx::wgmma_e5m2_e4m3(piece, a, b, 1);
+            }
+        }
+    }
+};
+
+}  // namespace flce

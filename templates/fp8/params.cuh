@@ -1,0 +1,216 @@
+// Parameter blocks of cuda_fp8's kernels. Plain C++, as common/params.cuh.
+//
+// Codes of a matrix are 8 bits each. Those of hidden and of a stretch of the weight lie [rows, pitch], pitch being D rounded up to 16.
+// Turned copies, which sums over rows read, lie [D, positions]: of 64 classes, number 8·j + 2·q + e lies at position 16·q + 2·j + e
+// (class_position), of 128 tokens, number 64·i + 16·w + 8·h + l at 32·w + 4·l + 2·i + h (token_position). Exponentials lie both ways:
+// [rows, pitch] in the positions of classes, and [classes, positions of tokens].
+#pragma once
+
+#if defined(__CUDACC__)
+#include "flce/common/params.cuh"
+#else
+#include "templates/common/params.cuh"
+#endif
+
+namespace flce {
+
+enum : int {
+    kFp8Quantum = 384,  ///< columns that stretches, chunks and the retained part are whole multiples of: tiles of logits, and groups of
+                        ///< classes' positions
+    kFp8FirstClasses = 1536,  ///< classes whose logits are looked at for a row's power, a multiple of a tile's
+    kFp8ClusterRows = 256,    ///< rows of a cluster of tiles
+    kFp8TokenGroup = 128,     ///< tokens of a group of positions
+    kFp8ClassGroup = 64,
+    kFp8Square = 128,  ///< side of the squares that codes are turned over in
+};
+
+/// Numbers of a pass that only the device knows. `weight_largest` may lie in retained memory. Bits of floats that are not negative.
+struct Fp8Largest {
+    unsigned weight;  ///< largest |W|, of numbers that are finite
+    unsigned hidden;  ///< largest |r_i|·|h_id|, of numbers that are finite
+    unsigned again;   ///< not 0: a row is written again
+    unsigned unused;
+};
+
+/// Codes and scales of rows.
+struct Fp8CodesParams {
+    const void* from;        ///< [rows, D]
+    unsigned char* codes;    ///< [rows, pitch]
+    float* scales;           ///< [rows]: a code's number is code · scale; NaN where the row holds a number that is not finite
+    unsigned* largest;       ///< raised to the largest |number| that is finite; null: nobody asks
+    const unsigned* unless;  ///< a word: 0 where the launch does nothing; null: it does its work
+    TargetParams
+        targets;  ///< labels of hidden, whose rows have codes and a scale of 0 where tokens are ignored; target null: of the weight
+    const float* temperature;
+    long long pitch;
+    int rows;
+    int unused;
+};
+
+/// Codes of rows times their factors, turned over.
+struct Fp8TurnParams {
+    const void* from;         ///< [rows, D]
+    unsigned char* codes;     ///< [D, positions]
+    const unsigned* largest;  ///< bits of the number whose power of two is every row's factor (fp8_factor)
+    const float* factors;     ///< [rows]: factors beside; a row with 0 may hold anything. null: 1
+    long long positions;
+    int rows;
+    int unused;
+};
+
+/// Logits of a launch's rows and columns. Fields of ForwardParams are the call's; partials are those of the launch's tiles.
+struct Fp8LogitsParams : ForwardParams {
+    TensorMap hidden_map;
+    TensorMap weight_map;  ///< codes of the launch's columns
+    TensorMap turned_map;  ///< to store: exponentials [stored columns, positions of tokens], from the launch's first column on
+    const float* row_scales;
+    const float* column_scales;   ///< at the launch's first column
+    const float* powers;          ///< [rows]: integers k, E = 2^(z·log₂e − k)
+    unsigned char* exponentials;  ///< [rows, pitch] at the launch's first column
+    const unsigned* again;        ///< [clusters of rows]: 0 where nothing is done; null: everything is
+    const unsigned* unless;       ///< Fp8CodesParams'
+    long long pitch;
+    int first_column;
+    int columns;
+    int stored;  ///< columns of the launch whose exponentials are stored, the first ones
+    int sums;    ///< whether partial sums are written
+};
+
+/// grad_hidden and grad_weight: result = factor · Σ a·b.
+struct Fp8GradientParams {
+    TensorMap a_map;
+    TensorMap b_map;
+    TensorMap result_map;
+    const float* row_factors;  ///< [m]; null: 1
+    const unsigned* largest;   ///< every product is divided by the power of two that b's codes were multiplied with
+    int m;
+    int n;
+    int k;     ///< codes of a sum
+    int adds;  ///< whether the result is added to what is there
+};
+
+/// Logits of rows' targets from codes of single rows, as the products have them.
+struct Fp8TargetsParams {
+    const void* hidden;
+    const void* weight;
+    const void* bias;
+    const float* class_offset;
+    TargetParams targets;
+    const float* temperature;
+    float* target_logits;  ///< [rows]
+    float transform[kMaxTransformParameters];
+    int rows;
+    int unused;
+};
+
+/// Powers of rows from the partial sums of their first classes.
+struct Fp8PowersParams {
+    const float* partials;
+    const float* target_logits;
+    float* powers;
+    TargetParams targets;
+    const float* temperature;
+    long long partial_rows;
+    int rows;
+    int splits;
+};
+
+/// Adds a launch's partial sums to the sums of columns before.
+struct Fp8MergeParams {
+    const float* partials;
+    float* running;
+    const unsigned* again;  ///< Fp8LogitsParams'
+    const unsigned* unless;
+    long long partial_rows;
+    int rows;
+    int splits;
+    int first;  ///< nothing before it
+    int unused;
+};
+
+/// Finds rows whose exponentials are out of range, and gives them another power.
+struct Fp8StaleParams {
+    const float* running;
+    float* powers;
+    unsigned* again;  ///< [clusters of rows]
+    unsigned* any;
+    long long partial_rows;
+    int rows;
+    float most;  ///< most powers of two above a row's own
+};
+
+/// The target's codes become 0.
+struct Fp8NoTargetsParams {
+    TargetParams targets;
+    const float* temperature;
+    unsigned char* exponentials;  ///< at the launch's first column
+    unsigned char* turned;
+    long long pitch;
+    long long positions;
+    int first_column;
+    int columns;
+    int rows;
+    int unused;
+};
+
+/// Backward's numbers of rows: dz_ij = factor·E_ij, and the target's dz.
+struct Fp8RowsParams {
+    const void* hidden;
+    const void* weight;
+    const void* bias;
+    const float* class_offset;
+    const void* coefficients;
+    const void* row_targets;
+    const float* row_temperatures;
+    const float* retained_powers;  ///< [rows]; null: powers follow from lse
+    float* powers;                 ///< [rows]
+    float* factors;                ///< [rows]
+    float* target_dz;              ///< [rows], of the target's hidden · weightᵀ
+    Fp8Largest* largest;
+    float transform[kMaxTransformParameters];
+    int rows;
+    float derivative;  ///< d logit / d (hidden · weightᵀ) at a temperature of 1, but for a softcap's
+};
+
+/// grad_hidden from its sum and the targets' rows of the weight.
+struct Fp8FinishParams {
+    const float* sum;  ///< [rows, D]
+    const void* weight;
+    const void* row_targets;
+    const float* target_dz;
+    void* grad_hidden;
+    int rows;
+    int unused;
+};
+
+/// Rows in the order of their targets, ignored ones last.
+struct Fp8OrderParams {
+    const void* row_targets;
+    int* order;  ///< [rows]
+    int rows;
+    int unused;
+};
+
+/// Adds rows of hidden to grad_weight's rows of their targets, and to grad_bias.
+struct Fp8TargetRowsParams {
+    const void* hidden;
+    const void* row_targets;
+    const float* target_dz;
+    const int* order;
+    void* grad_weight;  ///< or null
+    void* grad_bias;    ///< or null
+    int rows;
+    int unused;
+};
+
+/// grad_bias of a chunk's columns, but for the targets' elements.
+struct Fp8BiasParams {
+    const unsigned char* turned;  ///< [columns, positions]
+    const float* factors;         ///< [rows]
+    void* grad_bias;              ///< at the first column
+    long long positions;
+    int columns;
+    int rows;
+};
+
+}  // namespace flce

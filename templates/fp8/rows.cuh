@@ -1,0 +1,215 @@
+// Kernels over rows: targets' logits, rows' powers and sums, and backward's numbers of rows.
+#pragma once
+
+#include "flce/common/logit_epilogue.cuh"
+#include "flce/common/row_kernels.cuh"
+#include "flce/fp8/codes.cuh"
+
+namespace flce {
+
+/// Number of the warp, over all blocks: its row.
+__device__ __forceinline__ int row_of_warp() {
+    return static_cast<int>(blockIdx.x) * (kRowThreads / 32) + static_cast<int>(threadIdx.x) / 32;
+}
+
+/// The sum of products of two rows' codes, for all lanes of a warp. Of int8 it is that of the tensor cores.
+template <class Problem>
+__device__ __forceinline__ float product_of_codes(const Bf16* a, const RowCodes<Problem>& of_a, const Bf16* b,
+                                                  const RowCodes<Problem>& of_b) {
+    using N = Numeric<Bf16>;
+    int whole = 0;
+    float sum = 0.f;
+    for (int k = static_cast<int>(threadIdx.x) % 32 * 8; k < Problem::hidden_size; k += 256) {
+        unsigned x[4];
+        unsigned y[4];
+        ptx::ld_global_v4(x, a + k);
+        ptx::ld_global_v4(y, b + k);
+#pragma unroll
+        for (int i = 0; i < 4; i += 2) {
+            const unsigned u = of_a.pack(N::first(x[i]), N::second(x[i]), N::first(x[i + 1]), N::second(x[i + 1]));
+            const unsigned v = of_b.pack(N::first(y[i]), N::second(y[i]), N::first(y[i + 1]), N::second(y[i + 1]));
+            if constexpr (Problem::int8_logits) {
+                whole = __dp4a(static_cast<int>(u), static_cast<int>(v), whole);
+            } else {
+#pragma unroll
+                for (int half = 0; half < 32; half += 16) {
+                    const float2 p = unpack_fp8<false>(u >> half & 0xffffu);
+                    const float2 q = unpack_fp8<false>(v >> half & 0xffffu);
+                    sum = __fmaf_rn(p.x, q.x, __fmaf_rn(p.y, q.y, sum));
+                }
+            }
+        }
+    }
+    if constexpr (Problem::int8_logits) return static_cast<float>(__reduce_add_sync(0xffffffffu, whole));
+    return warp_sum(sum);
+}
+
+/// hidden · weightᵀ of a row and a class, for all lanes of a warp. `largest`: bits of the row's largest number.
+template <class Problem, class Params>
+__device__ __forceinline__ float product_of_class(const Params& p, int row, int column, unsigned largest) {
+    const Bf16* const hidden = static_cast<const Bf16*>(p.hidden) + static_cast<long long>(row) * Problem::hidden_size;
+    const Bf16* const weight = static_cast<const Bf16*>(p.weight) + static_cast<long long>(column) * Problem::hidden_size;
+    const RowCodes<Problem> of_hidden(largest);
+    const RowCodes<Problem> of_weight(largest_of_row<Problem>(weight));
+    return product_of_codes<Problem>(hidden, of_hidden, weight, of_weight) * of_hidden.scale * of_weight.scale;
+}
+/// The logit of a product.
+template <class Problem, class Params>
+__device__ __forceinline__ float logit_of_product(const Params& p, float product, int column, float temperature) {
+    if constexpr (Problem::bias) product += to_float(static_cast<const Bf16*>(p.bias)[column]);
+    float logit = Problem::transform(product, p.transform).value;
+    if constexpr (Problem::class_offset) logit += p.class_offset[column];
+    if constexpr (Problem::temperature) logit = Tempering(temperature).divided(logit);
+    return logit;
+}
+
+template <class Problem>
+__device__ __forceinline__ void fp8_targets(const Fp8TargetsParams& p) {
+    const int row = row_of_warp();
+    if (row >= p.rows) return;
+    const int target = load_target<Problem>(p.targets, p.temperature, row);
+    float logit = 0.f;
+    if (target >= 0) {
+        const Bf16* const hidden = static_cast<const Bf16*>(p.hidden) + static_cast<long long>(row) * Problem::hidden_size;
+        const float product = product_of_class<Problem>(p, row, target, largest_of_row<Problem>(hidden));
+        logit = logit_of_product<Problem>(p, product, target, Problem::temperature ? p.temperature[row] : 1.f);
+    }
+    if (threadIdx.x % 32 == 0) p.target_logits[row] = logit;
+}
+
+/// The power with which a row's largest exponential is from 2^above on.
+__device__ __forceinline__ float power_below(float largest, float above) {
+    const float power = floorf(largest * log2_e()) - above;
+    return fabsf(power) < 0x1p20f ? power : 0.f;
+}
+
+/// Octaves of the largest exponential that is known: of the first classes and the target, of all classes, and as lse says.
+template <class Problem>
+__device__ constexpr float octaves_of_first() {
+    return Problem::e5m2_dlogits ? 4.f : 1.f;
+}
+template <class Problem>
+__device__ constexpr float octaves_of_all() {
+    return Problem::e5m2_dlogits ? 14.f : 7.f;
+}
+
+template <class Problem>
+__device__ __forceinline__ void fp8_powers(const Fp8PowersParams& p) {
+    const int row = static_cast<int>(blockIdx.x * kRowThreads + threadIdx.x);
+    if (row >= p.rows) return;
+    const bool there = load_target<Problem>(p.targets, p.temperature, row) >= 0;
+    float largest = there ? p.target_logits[row] : 0.f;
+    for (int split = 0; there && split < p.splits; ++split) largest = fmaxf(largest, p.partials[split * 2 * p.partial_rows + row]);
+    p.powers[row] = there ? power_below(largest, octaves_of_first<Problem>()) : 0.f;
+}
+
+/// Eight threads have a row.
+template <class Problem>
+__device__ __forceinline__ void fp8_merge(const Fp8MergeParams& p) {
+    constexpr int kRows = 32;
+    constexpr int kParts = kRowThreads / kRows;
+    using Fields = PartialFields<Problem>;
+    static_assert(Fields::kCount == 2, "a largest logit and a sum");
+    __shared__ float parts[kParts][2][kRows];
+    if (p.unless != nullptr && *p.unless == 0u) return;
+    const int in_block = static_cast<int>(threadIdx.x) % kRows;
+    const int part = static_cast<int>(threadIdx.x) / kRows;
+    const int row = static_cast<int>(blockIdx.x) * kRows + in_block;
+    if (p.again != nullptr && p.again[row / kFp8ClusterRows] == 0u) return;  // a block's rows are of one cluster
+    const int splits = row < p.rows ? p.splits : 0;
+    Fields::store(&parts[part][0][in_block], kRows,
+                  merge_splits<Problem, kParts>(p.partials + row, 2 * p.partial_rows, p.partial_rows, part, splits));
+    __syncthreads();  // every part is there
+    if (part != 0 || row >= p.rows) return;
+    RowSums sums = merge_splits<Problem, 1>(&parts[0][0][in_block], 2 * kRows, kRows, 0, kParts);
+    if (p.first == 0) sums = merge(Fields::load(p.running + row, p.partial_rows), sums);
+    Fields::store(p.running + row, p.partial_rows, sums);
+}
+
+/// A block has a cluster's rows.
+template <class Problem>
+__device__ __forceinline__ void fp8_stale(const Fp8StaleParams& p) {
+    static_assert(+kFp8ClusterRows == +kRowThreads);
+    const int row = static_cast<int>(blockIdx.x * kRowThreads + threadIdx.x);
+    bool stale = false;
+    if (row < p.rows) {
+        const float largest = p.running[row];
+        stale = __fmaf_rn(largest, log2_e(), -p.powers[row]) > p.most && largest < infinity();
+        if (stale) p.powers[row] = power_below(largest, octaves_of_all<Problem>());
+    }
+    stale = __syncthreads_or(stale) != 0;
+    if (threadIdx.x != 0) return;
+    p.again[blockIdx.x] = stale ? 1u : 0u;
+    if (stale) *p.any = 1u;
+}
+
+template <class Problem>
+__device__ __forceinline__ void fp8_no_targets(const Fp8NoTargetsParams& p) {
+    const int row = static_cast<int>(blockIdx.x * kRowThreads + threadIdx.x);
+    if (row >= p.rows) return;
+    const int column = load_target<Problem>(p.targets, p.temperature, row) - p.first_column;
+    if (column < 0 || column >= p.columns) return;
+    p.exponentials[row * p.pitch + class_position(column)] = 0u;
+    p.turned[column * p.positions + token_position(row)] = 0u;
+}
+
+/// A warp has a row.
+template <class Problem>
+__device__ __forceinline__ void fp8_rows(const Fp8RowsParams& p) {
+    const int row = row_of_warp();
+    if (row >= p.rows) return;
+    const float4 k = static_cast<const float4*>(p.coefficients)[row];
+    const RowTarget target = static_cast<const RowTarget*>(p.row_targets)[row];
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    float power = 0.f;
+    float factor = 0.f;
+    float dz = 0.f;
+    if (target.target >= 0) {
+        const Bf16* const hidden = static_cast<const Bf16*>(p.hidden) + static_cast<long long>(row) * Problem::hidden_size;
+        const unsigned largest = largest_of_row<Problem>(hidden);
+        const float temperature = Problem::temperature ? p.row_temperatures[row] : 1.f;
+        const float product = product_of_class<Problem>(p, row, target.target, largest);
+        const float logit = logit_of_product<Problem>(p, product, target.target, temperature);
+        float slope = p.derivative;
+        if constexpr (Problem::stores_derivative) {
+            slope *= LogitDerivative<Problem>(p.transform, temperature)(logit);
+        }
+        power = p.retained_powers != nullptr ? p.retained_powers[row] : power_below(target.lse, octaves_of_all<Problem>());
+        factor = k.x * p.derivative * ptx::ex2_approx_ftz(__fmaf_rn(-target.lse, log2_e(), power));
+        dz = (::expf(logit - target.lse) * k.x - k.z) * slope;
+        const float bound = fabsf(factor) * __uint_as_float(largest);
+        if (lane == 0 && bound < infinity()) atomicMax(&p.largest->hidden, __float_as_uint(bound));
+    }
+    if (lane != 0) return;
+    p.powers[row] = power;
+    p.factors[row] = factor;
+    p.target_dz[row] = dz;
+}
+
+/// A warp has a row.
+template <class Problem>
+__device__ __forceinline__ void fp8_finish(const Fp8FinishParams& p) {
+    using N = Numeric<Bf16>;
+    const int row = row_of_warp();
+    if (row >= p.rows) return;
+    const int target = static_cast<const RowTarget*>(p.row_targets)[row].target;
+    const long long at = static_cast<long long>(row) * Problem::hidden_size;
+    const float dz = p.target_dz[row];
+    const Bf16* const weight = static_cast<const Bf16*>(p.weight) + static_cast<long long>(max(target, 0)) * Problem::hidden_size;
+    for (int k = static_cast<int>(threadIdx.x) % 32 * 8; k < Problem::hidden_size; k += 256) {
+        unsigned out[4] = {0u, 0u, 0u, 0u};
+        if (target >= 0) {
+            unsigned w[4];
+            ptx::ld_global_v4(w, weight + k);
+            const float4 first = *reinterpret_cast<const float4*>(p.sum + at + k);
+            const float4 second = *reinterpret_cast<const float4*>(p.sum + at + k + 4);
+            out[0] = N::pack(__fmaf_rn(dz, N::first(w[0]), first.x), __fmaf_rn(dz, N::second(w[0]), first.y));
+            out[1] = N::pack(__fmaf_rn(dz, N::first(w[1]), first.z), __fmaf_rn(dz, N::second(w[1]), first.w));
+            out[2] = N::pack(__fmaf_rn(dz, N::first(w[2]), second.x), __fmaf_rn(dz, N::second(w[2]), second.y));
+            out[3] = N::pack(__fmaf_rn(dz, N::first(w[3]), second.z), __fmaf_rn(dz, N::second(w[3]), second.w));
+        }
+        ptx::st_global_v4(static_cast<Bf16*>(p.grad_hidden) + at + k, out);
+    }
+}
+
+}  // namespace flce

@@ -1,0 +1,229 @@
+// Programs of the path whose products are of numbers in 8 bits: every column is worked on once, in memory that the call has, and nothing is
+// written over before it has been read.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <string>
+#include <vector>
+
+#include "flce/plan.hpp"
+#include "generator/cuda_program.hpp"
+#include "generator/planner.hpp"
+#include "templates/fp8/params.cuh"
+#include "tests/cuda_source/recorded_launch.hpp"
+
+namespace flce {
+namespace {
+
+using test::InterpretedMap;
+using test::Launched;
+using test::Recorded;
+
+constexpr std::int64_t kOwn = std::int64_t{99} << 44;
+
+struct Case {
+    const char* name;
+    const char* spec;
+    std::int64_t tokens;
+    double kept = 0;  ///< part of the most bytes
+    std::int64_t scratch = 64 << 20;
+};
+
+struct Range {
+    std::int64_t begin = 0;
+    std::int64_t end = 0;
+    [[nodiscard]] bool meets(const Range& other) const { return begin < other.end && other.begin < end; }
+    [[nodiscard]] bool holds(const Range& other) const { return begin <= other.begin && other.end <= end; }
+};
+
+class Fp8Programs : public testing::TestWithParam<Case> {
+protected:
+    const Case& of = GetParam();
+    Spec spec = parse_spec(of.spec).normalized();
+    Device device = describe_device("h200");
+    Plan plan = path_plans(spec, device, PlanPath::cuda_fp8, {.scratch_bytes = of.scratch}).front();
+    CudaProgram program = generate_cuda(spec, device, plan);
+    std::int64_t retained_bytes = 0;
+    CallSlots slots = call();
+
+    CallSlots call() {
+        CallSlots made = test::made_up_call(of.tokens, {});
+        retained_bytes = static_cast<std::int64_t>(of.kept * static_cast<double>(evaluate(program.retained_bytes, made))) / 16 * 16;
+        made[static_cast<std::size_t>(Slot::retained)] = retained_bytes > 0 ? kOwn : 0;
+        made[static_cast<std::size_t>(Slot::retained_bytes)] = retained_bytes;
+        return made;
+    }
+    [[nodiscard]] std::int64_t slot_of(Slot slot) const { return slots[static_cast<std::size_t>(slot)]; }
+    [[nodiscard]] Range workspace(const Expr& bytes) const {
+        const std::int64_t at = slot_of(Slot::workspace);
+        return {at, at + evaluate(bytes, slots)};
+    }
+    [[nodiscard]] Range gradient() const {
+        const std::int64_t at = slot_of(Slot::grad_weight);
+        return {at, at + spec.vocab_size * gradient_row()};
+    }
+    [[nodiscard]] std::int64_t gradient_row() const {
+        return spec.hidden_size * static_cast<std::int64_t>(element_bytes(spec.grad_weight_dtype));
+    }
+    /// The map at `offset` of a parameter block.
+    template <class Params>
+    static const InterpretedMap& map_of(const Recorded& r, TensorMap Params::* member) {
+        static const Params object{};
+        const auto offset = reinterpret_cast<const char*>(&(object.*member)) - reinterpret_cast<const char*>(&object);
+        return *std::ranges::find(r.launch.maps, static_cast<std::uint32_t>(offset), &InterpretedMap::offset);
+    }
+    static Range range_of(const InterpretedMap& map) {
+        return {map.address, map.address + (map.rows - 1) * map.row_bytes + map.columns * map.element_bytes};
+    }
+    static Range bytes_from(const void* at, std::int64_t bytes) {
+        const auto begin = reinterpret_cast<std::int64_t>(at);
+        return {begin, begin + bytes};
+    }
+    /// Whether memory that is written lies where it may.
+    void expect_owned(const Range& written, const Range& room) const {
+        const Range retained{kOwn, kOwn + retained_bytes};
+        EXPECT_TRUE(room.holds(written) || retained.holds(written) || gradient().holds(written))
+            << written.begin - room.begin << " " << written.end - room.begin << " of " << room.end - room.begin;
+    }
+    void expect_aligned(const Recorded& r) const {
+        for (const InterpretedMap& map : r.launch.maps) {
+            EXPECT_EQ(map.address % 16, 0) << r.kernel;
+            EXPECT_EQ(map.row_bytes % 16, 0) << r.kernel;
+            EXPECT_GE(map.row_bytes, map.columns * map.element_bytes) << r.kernel;
+            EXPECT_GT(map.rows, 0) << r.kernel;
+            EXPECT_GT(map.columns, 0) << r.kernel;
+            EXPECT_LE(map.box_rows, 256U) << r.kernel;
+        }
+    }
+    [[nodiscard]] std::int64_t positions() const { return (of.tokens + kFp8TokenGroup - 1) / kFp8TokenGroup * kFp8TokenGroup; }
+
+    /// Exponentials that a launch of logits stores, both ways.
+    void expect_stored(const Recorded& r, const Range& room) const {
+        const auto p = r.params<Fp8LogitsParams>();
+        EXPECT_LE(p.stored, p.columns);
+        if (p.stored == 0) return;
+        EXPECT_GE(p.pitch, p.stored);
+        const std::int64_t columns = (p.stored + kFp8ClassGroup - 1) / kFp8ClassGroup * kFp8ClassGroup;
+        EXPECT_EQ(p.pitch % kFp8ClassGroup, 0);
+        const Range rows = bytes_from(p.exponentials, (of.tokens - 1) * p.pitch + columns);
+        const Range turned = range_of(map_of(r, &Fp8LogitsParams::turned_map));
+        EXPECT_EQ(turned.end - turned.begin, p.stored * positions());
+        expect_owned(rows, room);
+        expect_owned(turned, room);
+        EXPECT_FALSE(rows.meets(turned));
+    }
+};
+
+TEST_P(Fp8Programs, Forward_EveryColumnOnceAndOnceAgain) {
+    const Launched made = test::run(program, program.forward, slots);
+    const Range room = workspace(program.forward_workspace_bytes);
+    EXPECT_LE(room.end - room.begin, of.scratch + workspace_of_tokens(spec, of.tokens).value());
+    std::vector<Fp8LogitsParams> all;
+    for (const Recorded& r : made) {
+        expect_aligned(r);
+        if (r.kernel != "flce_forward") continue;
+        const auto p = r.params<Fp8LogitsParams>();
+        expect_stored(r, room);
+        expect_owned(range_of(map_of(r, &Fp8LogitsParams::weight_map)), room);
+        expect_owned(range_of(map_of(r, &Fp8LogitsParams::hidden_map)), room);
+        const std::int64_t tiles = (p.columns + 191) / 192;
+        expect_owned(bytes_from(p.partials, tiles * 2 * p.partial_rows * 4), room);
+        expect_owned(bytes_from(p.column_scales, tiles * 192 * 4), room);
+        all.push_back(p);
+    }
+    ASSERT_FALSE(all.empty());
+    EXPECT_EQ(all.front().stored, 0) << "powers come of it";
+    for (const bool again : {false, true}) {
+        std::int64_t next = 0;
+        for (const Fp8LogitsParams& p : std::vector(all.begin() + 1, all.end())) {
+            if ((p.again != nullptr) != again) continue;
+            EXPECT_EQ(p.first_column, next);
+            EXPECT_TRUE(p.columns % kFp8Quantum == 0 || p.first_column + p.columns == spec.vocab_size);
+            next += p.columns;
+        }
+        EXPECT_EQ(next, spec.vocab_size);
+    }
+}
+
+TEST_P(Fp8Programs, Backward_GradientsOfEveryColumnOnce) {
+    const Launched made = test::run(program, program.backward, slots);
+    const Range room = workspace(program.backward_workspace_bytes);
+    EXPECT_LE(room.end - room.begin, of.scratch + workspace_of_tokens(spec, of.tokens).value());
+    std::int64_t hidden_columns = 0;
+    std::int64_t written = 0;  // rows of grad_weight
+    for (const Recorded& r : made) {
+        expect_aligned(r);
+        if (r.kernel == "flce_forward") {
+            const auto p = r.params<Fp8LogitsParams>();
+            EXPECT_EQ(p.first_column, written) << "rows before it are written";
+            expect_stored(r, room);
+            const Range codes = range_of(map_of(r, &Fp8LogitsParams::weight_map));
+            expect_owned(codes, room);
+            const std::int64_t gradients = gradient().begin + (p.first_column + p.columns) * gradient_row();
+            for (const Range& used : {codes, bytes_from(p.exponentials, 1), bytes_from(p.column_scales, 1)}) {
+                EXPECT_FALSE(used.begin < gradients && used.end > gradient().begin) << "its own gradient would be written over it";
+            }
+        } else if (r.kernel == "flce_grad_hidden") {
+            const auto p = r.params<Fp8GradientParams>();
+            EXPECT_EQ(p.adds != 0, hidden_columns > 0);
+            const Range turned = range_of(map_of(r, &Fp8GradientParams::b_map));
+            expect_owned(turned, room);
+            EXPECT_TRUE(turned.begin >= gradient().begin + written * gradient_row() || turned.begin >= room.begin);
+            expect_owned(range_of(map_of(r, &Fp8GradientParams::result_map)), room);
+            hidden_columns += p.k;
+        } else if (r.kernel == "flce_grad_weight") {
+            const auto p = r.params<Fp8GradientParams>();
+            const Range result = range_of(map_of(r, &Fp8GradientParams::result_map));
+            EXPECT_EQ(result.begin, gradient().begin + written * gradient_row());
+            EXPECT_FALSE(result.meets(range_of(map_of(r, &Fp8GradientParams::a_map))));
+            EXPECT_EQ(p.k, positions());
+            written += p.m;
+        }
+    }
+    EXPECT_EQ(written, spec.vocab_size);
+    EXPECT_GE(hidden_columns, spec.vocab_size);
+    EXPECT_LT(hidden_columns, spec.vocab_size + kFp8ClassGroup);
+}
+
+constexpr const char* kLarge = "D=2048,V=151936,fp8";
+constexpr const char* kRagged = "D=520,V=2571,fp8,bias,temperature";
+const Case kCases[] = {
+    {"Nothing", kLarge, 4096},
+    {"All", kLarge, 4096, 1.0},
+    {"Half", kLarge, 4096, 0.5},
+    {"Little", kLarge, 4096, 0.01},
+    {"OneToken", kLarge, 1},
+    {"OneTokenAll", kLarge, 1, 1.0},
+    {"ManyTokens", "D=4096,V=128256,fp8", 70001, 0.3},
+    {"VeryManyTokens", "D=1024,V=32000,fp8", 1 << 20},
+    {"VeryManyTokensAll", "D=1024,V=32000,fp8,tied", 1 << 20, 1.0},
+    {"Tied", "D=2048,V=151936,fp8,tied", 4096},
+    {"TiedPart", "D=2048,V=151936,fp8,tied,grad_weight_dtype=fp32", 4095, 0.7},
+    {"LittleScratch", "D=2048,V=151936,fp8,tied", 4096, 0.5, 4 << 20},
+    {"Ragged", kRagged, 333},
+    {"RaggedAll", kRagged, 333, 1.0},
+    {"RaggedPart", kRagged, 37, 0.6},
+    {"FewClasses", "D=264,V=7,fp8", 300, 1.0},
+    {"FewClassesNothing", "D=264,V=7,fp8", 300},
+    {"Padded", "D=264,V=1000,padded_vocab_size=1024,fp8=e4m3,fp8_dlogits=e4m3", 300},
+};
+INSTANTIATE_TEST_SUITE_P(Specs, Fp8Programs, testing::ValuesIn(kCases), [](const auto& info) { return std::string(info.param.name); });
+
+TEST(Fp8Path, OtherSpecs_AreRefusedByName) {
+    const Device h200 = describe_device("h200");
+    const auto reason = [&](const char* text, const char* device) {
+        const Spec spec = parse_spec(text).normalized();
+        Plan plan = path_plans(parse_spec("D=64,V=1000,fp8").normalized(), h200, PlanPath::cuda_fp8).front();
+        plan.strategy = Strategy::recompute;
+        return illegal_reason(spec, describe_device(device), plan).value_or("");
+    };
+    EXPECT_EQ(reason("D=64,V=1000,fp8", "h200"), "");
+    EXPECT_NE(reason("D=64,V=1000,fp8,dtype=fp16", "h200").find("dtype=fp16"), std::string::npos);
+    EXPECT_NE(reason("D=64,V=1000", "h200").find("for specs with fp8"), std::string::npos);
+    EXPECT_NE(reason("D=64,V=1000,fp8", "b200").find("sm_90a"), std::string::npos);
+    EXPECT_NE(reason("D=64,V=1000,fp8,outputs=loss+top1", "h200").find("outputs"), std::string::npos);
+    EXPECT_NE(reason("D=64,V=1000,fp8,softcap=30,class_offset", "h200").find("class_offset"), std::string::npos);
+}
+
+}  // namespace
+}  // namespace flce
