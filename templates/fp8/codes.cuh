@@ -1,6 +1,7 @@
 // Numbers in 8 bits: codes of rows, and their copies turned over.
 #pragma once
 
+#include "flce/common/fp8_codes.cuh"
 #include "flce/common/row_outputs.cuh"
 #include "flce/fp8/params.cuh"
 
@@ -67,14 +68,8 @@ __device__ __forceinline__ int token_at(int position) {
     return position / 128 * 128 + byte / 2 * 64 + position % 128 / 32 * 16 + byte % 2 * 8 + position % 32 / 4;
 }
 
-/// The power of two that a matrix is multiplied with for e4m3, of its largest number's bits: the largest with which that is at most 448. 1
-/// where there is no number but 0.
-__device__ __forceinline__ float fp8_factor(unsigned largest) {
-    if (largest == 0u) return 1.f;
-    const int exponent = static_cast<int>(largest >> 23) - 127;
-    const int above = (largest & 0x7fffffu) > 0x600000u ? 1 : 0;  // above 1.75
-    return __uint_as_float(static_cast<unsigned>(min(max(8 - exponent - above, -126), 126) + 127) << 23);
-}
+/// The power of two that a matrix is multiplied with for e4m3, of its largest number's bits.
+__device__ __forceinline__ float fp8_factor(unsigned largest) { return fp8::power_of_two(fp8::e4m3_power(fp8::float_of(largest))); }
 
 /// Scale and factor of a row's codes, of its largest number.
 template <class Problem>
@@ -83,15 +78,10 @@ struct RowCodes {
     float scale;
 
     /// `largest`: bits; above every number's where a number is not finite.
-    __device__ __forceinline__ explicit RowCodes(unsigned largest) : factor(0.f), scale(0.f) {
-        const float most = Problem::int8_logits ? 127.f : 448.f;
-        const float size = __uint_as_float(largest);
-        if (largest >= 0x7f800000u) {
-            scale = __uint_as_float(0x7fc00000u);
-        } else if (largest != 0u) {
-            factor = __fdiv_rn(most, size);
-            scale = __fdiv_rn(size, most);
-        }
+    __device__ __forceinline__ explicit RowCodes(unsigned largest) {
+        const fp8::RowScale row = fp8::row_scale(fp8::float_of(largest), Problem::int8_logits ? fp8::int8_most() : fp8::e4m3_most());
+        factor = row.factor;
+        scale = row.scale;
     }
     __device__ __forceinline__ unsigned pack(float x0, float x1, float x2, float x3) const {
         if constexpr (Problem::int8_logits) return pack_s8(x0 * factor, x1 * factor, x2 * factor, x3 * factor);
@@ -139,27 +129,76 @@ __device__ __forceinline__ void raise_largest(const Fp8CodesParams& p, const Bf1
     if (threadIdx.x % 32 == 0 && largest > *static_cast<volatile unsigned*>(p.largest)) atomicMax(p.largest, largest);
 }
 
+/// A row's numbers, 8 a lane and 256 columns, which registers keep between both looks at them where they are not very many.
+template <class Problem>
+struct RowNumbers {
+    enum : int { kParts = ceil_div(Problem::hidden_size, 256) };
+    enum : bool { kKept = kParts <= 16 };
+
+    const Bf16* from;  // the lane's first
+    unsigned kept[kKept ? kParts : 1][4];
+
+    __device__ __forceinline__ explicit RowNumbers(const Bf16* row) : from(row + static_cast<int>(threadIdx.x) % 32 * 8) {
+        if constexpr (kKept) {
+#pragma unroll
+            for (int part = 0; part < kParts; ++part) read(part, kept[part]);
+        }
+    }
+    __device__ __forceinline__ void get(int part, unsigned (&words)[4]) const {
+        if constexpr (kKept) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) words[i] = kept[part][i];
+        } else {
+            read(part, words);
+        }
+    }
+    /// Bits of the row's largest |number|, in all lanes.
+    __device__ __forceinline__ unsigned largest() const {
+        unsigned most = 0u;
+#pragma unroll
+        for (int part = 0; part < kParts; ++part) {
+            unsigned words[4];
+            get(part, words);
+            most = __vmaxu2(most, largest_of(words));
+        }
+        return __reduce_max_sync(0xffffffffu, max(most >> 16, most & 0xffffu)) << 16;
+    }
+
+private:
+    __device__ __forceinline__ void read(int part, unsigned (&words)[4]) const {
+        words[0] = words[1] = words[2] = words[3] = 0u;
+        if (part * 256 + static_cast<int>(threadIdx.x) % 32 * 8 < Problem::hidden_size) ptx::ld_global_v4(words, from + part * 256);
+    }
+};
+
 /// A warp has a row.
 template <class Problem>
 __device__ __forceinline__ void fp8_codes(const Fp8CodesParams& p) {
+    using N = Numeric<Bf16>;
+    using Numbers = RowNumbers<Problem>;
     if (p.unless != nullptr && *p.unless == 0u) return;
     const int row = static_cast<int>(blockIdx.x) * (kRowThreads / 32) + static_cast<int>(threadIdx.x) / 32;
     if (row >= p.rows) return;
     const Bf16* const from = static_cast<const Bf16*>(p.from) + static_cast<long long>(row) * Problem::hidden_size;
-    unsigned char* const to = p.codes + row * p.pitch;
     const int lane = static_cast<int>(threadIdx.x) % 32;
     const bool there = p.targets.target == nullptr || load_target<Problem>(p.targets, p.temperature, row) >= 0;
-    const unsigned largest = there ? largest_of_row<Problem>(from) : 0u;
+    const Numbers numbers(from);
+    const unsigned largest = there ? numbers.largest() : 0u;
     const RowCodes<Problem> codes(largest);
     if (lane == 0) p.scales[row] = codes.scale;
     if (p.largest != nullptr) raise_largest<Problem>(p, from, largest);
-    for (int k = lane * 8; k < static_cast<int>(p.pitch); k += 256) {
-        unsigned words[4] = {0u, 0u, 0u, 0u};
-        if (codes.factor != 0.f && k < Problem::hidden_size) ptx::ld_global_v4(words, from + k);
-        using N = Numeric<Bf16>;
-        const uint2 packed = make_uint2(codes.pack(N::first(words[0]), N::second(words[0]), N::first(words[1]), N::second(words[1])),
-                                        codes.pack(N::first(words[2]), N::second(words[2]), N::first(words[3]), N::second(words[3])));
-        *reinterpret_cast<uint2*>(to + k) = packed;
+    unsigned char* const to = p.codes + row * p.pitch + lane * 8;
+#pragma unroll
+    for (int part = 0; part < Numbers::kParts; ++part) {
+        if (part * 256 + lane * 8 >= static_cast<int>(p.pitch)) return;
+        unsigned words[4];
+        numbers.get(part, words);
+        uint2 packed = make_uint2(0u, 0u);  // a row without a factor may hold anything
+        if (codes.factor != 0.f) {
+            packed.x = codes.pack(N::first(words[0]), N::second(words[0]), N::first(words[1]), N::second(words[1]));
+            packed.y = codes.pack(N::first(words[2]), N::second(words[2]), N::first(words[3]), N::second(words[3]));
+        }
+        *reinterpret_cast<uint2*>(to + part * 256) = packed;
     }
 }
 
@@ -169,7 +208,7 @@ __device__ __forceinline__ void fp8_largest(const Fp8CodesParams& p) {
     const int row = static_cast<int>(blockIdx.x) * (kRowThreads / 32) + static_cast<int>(threadIdx.x) / 32;
     if (row >= p.rows) return;
     const Bf16* const from = static_cast<const Bf16*>(p.from) + static_cast<long long>(row) * Problem::hidden_size;
-    raise_largest<Problem>(p, from, largest_of_row<Problem>(from));
+    raise_largest<Problem>(p, from, RowNumbers<Problem>(from).largest());
 }
 
 /// Turns rows over. A block has a square of kFp8Square rows and columns. kTokens: rows lie at tokens' positions, else at classes'.

@@ -19,6 +19,9 @@ struct LogitsFp8 {
     enum : int { kBarriersAt = kPanelsAt + TileT::kConsumers * kPanelBytes };
     enum : int { kSmemBytes = kBarriersAt + Mainloop::kBarrierBytes };
     enum : int { kThreads = TileT::kThreads };
+    /// Registers of the producer's threads and of consumers': 128 · 24 + 256 · 240 ≤ 65536.
+    enum : int { kFewRegisters = 24 };
+    enum : int { kManyRegisters = 240 };
     /// Powers of two above a row's own from which on exponentials are not added up as they are.
     enum : int { kMostAbove = 100 };
     using Logits = float[kPieces][kColumnPieces][4];
@@ -38,17 +41,18 @@ struct LogitsFp8 {
         constexpr int kSlices = ceil_div(Problem::hidden_size, Mainloop::kDepth);
         if (p.unless != nullptr && *p.unless == 0u) walk.count = 0u;
         if (loop.place.consumer < 0) {
-            ptx::setmaxnreg_dec<kProducerRegisters>();
+            ptx::setmaxnreg_dec<kFewRegisters>();
             if (threadIdx.x == 0) {
                 for (unsigned t = first; walk.go_to(t, loop.rank); t += clusters) {
                     if (is_wanted()) loop.produce(p.hidden_map, p.weight_map, walk.m, walk.n, kSlices);
                 }
             }
         } else {
-            ptx::setmaxnreg_inc<kConsumerRegisters>();
+            ptx::setmaxnreg_inc<kManyRegisters>();
             int holder = 0;
 #pragma unroll 1
             for (unsigned t = first; walk.go_to(t, loop.rank); t += clusters) {
+                forget_sizes();
                 if (!is_wanted()) continue;
                 const bool mine = holder == loop.place.consumer;
                 holder ^= 1;
@@ -68,6 +72,16 @@ struct LogitsFp8 {
     }
 
 private:
+    /// Sizes of the walk are worked out again for each tile: beside the accumulators they would not fit.
+    __device__ __forceinline__ void forget_sizes() {
+        int rows = p.rows;
+        int columns = p.columns;
+        asm volatile("" : "+r"(rows), "+r"(columns));
+        const TileWalk<TileT, 2 * Problem::raster> again(rows, columns);
+        walk.clusters_m = again.clusters_m;
+        walk.tiles_n = again.tiles_n;
+        walk.count = again.count;
+    }
     __device__ __forceinline__ bool is_wanted() const { return p.again == nullptr || p.again[walk.m / kFp8ClusterRows] != 0u; }
 
     __device__ __forceinline__ int row(int i, int h) const { return walk.m + loop.place.row(i, h); }
@@ -110,8 +124,8 @@ private:
             for (int i = 0; i < kPieces; ++i)
 #pragma unroll
                 for (int h = 0; h < 2; ++h) {
-                    z[i][j][2 * h] = static_cast<float>(c[i][j][2 * h]) * scales[i][h] * scale.x;
-                    z[i][j][2 * h + 1] = static_cast<float>(c[i][j][2 * h + 1]) * scales[i][h] * scale.y;
+                    z[i][j][2 * h] = fp8::product_of(static_cast<float>(c[i][j][2 * h]), scales[i][h], scale.x);
+                    z[i][j][2 * h + 1] = fp8::product_of(static_cast<float>(c[i][j][2 * h + 1]), scales[i][h], scale.y);
                 }
         }
     }
@@ -130,7 +144,7 @@ private:
                 for (int j = 1; j < kColumnPieces; ++j) most = fmaxf(most, fmaxf(z[i][j][2 * h], z[i][j][2 * h + 1]));
                 most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 1));
                 most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 2));
-                far = far || __fmaf_rn(most, log2_e(), -powers[i][h]) > kMostAbove;
+                far = far || fp8::power_of_logit(most, powers[i][h]) > kMostAbove;
                 largest[i][h] = most == -infinity() ? lowest_logit() : most;
             }
         put(largest, 0);
@@ -212,7 +226,7 @@ private:
 #pragma unroll
                 for (int e = 0; e < 4; ++e) {
                     const float logit = z[r / 2][group * 8 + jj * 2 + e / 2][r % 2 * 2 + e % 2];
-                    x[e] = ptx::ex2_approx_ftz(__fmaf_rn(logit, log2_e(), -powers[r / 2][r % 2]));
+                    x[e] = ptx::ex2_approx_ftz(fp8::power_of_logit(logit, powers[r / 2][r % 2]));
                 }
                 sums[r / 2][r % 2] += (x[0] + x[1]) + (x[2] + x[3]);
                 if constexpr (kStores) words[r][jj] = w[r] = codes_of(x, z, group * 8 + jj * 2, r);
@@ -258,7 +272,8 @@ private:
         add_lanes(sums);
         if (row_of_lane() >= p.rows) return;
         const float largest = *static_cast<volatile float*>(partial_at(0));
-        const float share = largest == lowest_logit() ? 1.f : ptx::ex2_approx_ftz(__fmaf_rn(-largest, log2_e(), of_lane(powers)));
+        // Sums far below the power are 0, or nothing beside those of other tiles: their factor stays finite.
+        const float share = ptx::ex2_approx_ftz(fminf(-fp8::power_of_logit(largest, of_lane(powers)), +kMostAbove));
         *partial_at(1) = of_lane(sums) * share;
     }
 };

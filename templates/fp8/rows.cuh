@@ -51,7 +51,7 @@ __device__ __forceinline__ float product_of_class(const Params& p, int row, int 
     const Bf16* const weight = static_cast<const Bf16*>(p.weight) + static_cast<long long>(column) * Problem::hidden_size;
     const RowCodes<Problem> of_hidden(largest);
     const RowCodes<Problem> of_weight(largest_of_row<Problem>(weight));
-    return product_of_codes<Problem>(hidden, of_hidden, weight, of_weight) * of_hidden.scale * of_weight.scale;
+    return fp8::product_of(product_of_codes<Problem>(hidden, of_hidden, weight, of_weight), of_hidden.scale, of_weight.scale);
 }
 /// The logit of a product.
 template <class Problem, class Params>
@@ -77,21 +77,8 @@ __device__ __forceinline__ void fp8_targets(const Fp8TargetsParams& p) {
     if (threadIdx.x % 32 == 0) p.target_logits[row] = logit;
 }
 
-/// The power with which a row's largest exponential is from 2^above on.
-__device__ __forceinline__ float power_below(float largest, float above) {
-    const float power = floorf(largest * log2_e()) - above;
-    return fabsf(power) < 0x1p20f ? power : 0.f;
-}
-
-/// Octaves of the largest exponential that is known: of the first classes and the target, of all classes, and as lse says.
-template <class Problem>
-__device__ constexpr float octaves_of_first() {
-    return Problem::e5m2_dlogits ? 4.f : 1.f;
-}
-template <class Problem>
-__device__ constexpr float octaves_of_all() {
-    return Problem::e5m2_dlogits ? 14.f : 7.f;
-}
+/// A row's power: 0 where its logits are none that there are powers for.
+__device__ __forceinline__ float power_or_zero(float power) { return fabsf(power) < 0x1p20f ? power : 0.f; }
 
 template <class Problem>
 __device__ __forceinline__ void fp8_powers(const Fp8PowersParams& p) {
@@ -100,7 +87,7 @@ __device__ __forceinline__ void fp8_powers(const Fp8PowersParams& p) {
     const bool there = load_target<Problem>(p.targets, p.temperature, row) >= 0;
     float largest = there ? p.target_logits[row] : 0.f;
     for (int split = 0; there && split < p.splits; ++split) largest = fmaxf(largest, p.partials[split * 2 * p.partial_rows + row]);
-    p.powers[row] = there ? power_below(largest, octaves_of_first<Problem>()) : 0.f;
+    p.powers[row] = there ? power_or_zero(fp8::exponent_of_reference(largest, !Problem::e5m2_dlogits)) : 0.f;
 }
 
 /// Eight threads have a row.
@@ -134,8 +121,8 @@ __device__ __forceinline__ void fp8_stale(const Fp8StaleParams& p) {
     bool stale = false;
     if (row < p.rows) {
         const float largest = p.running[row];
-        stale = __fmaf_rn(largest, log2_e(), -p.powers[row]) > p.most && largest < infinity();
-        if (stale) p.powers[row] = power_below(largest, octaves_of_all<Problem>());
+        stale = fp8::power_of_logit(largest, p.powers[row]) > p.most && largest < infinity();
+        if (stale) p.powers[row] = power_or_zero(fp8::exponent_of_sum(largest, !Problem::e5m2_dlogits));
     }
     stale = __syncthreads_or(stale) != 0;
     if (threadIdx.x != 0) return;
@@ -174,8 +161,9 @@ __device__ __forceinline__ void fp8_rows(const Fp8RowsParams& p) {
         if constexpr (Problem::stores_derivative) {
             slope *= LogitDerivative<Problem>(p.transform, temperature)(logit);
         }
-        power = p.retained_powers != nullptr ? p.retained_powers[row] : power_below(target.lse, octaves_of_all<Problem>());
-        factor = k.x * p.derivative * ptx::ex2_approx_ftz(__fmaf_rn(-target.lse, log2_e(), power));
+        power =
+            p.retained_powers != nullptr ? p.retained_powers[row] : power_or_zero(fp8::exponent_of_sum(target.lse, !Problem::e5m2_dlogits));
+        factor = fp8::row_factor(k.x * p.derivative, power, target.lse);
         dz = (::expf(logit - target.lse) * k.x - k.z) * slope;
         const float bound = fabsf(factor) * __uint_as_float(largest);
         if (lane == 0 && bound < infinity()) atomicMax(&p.largest->hidden, __float_as_uint(bound));

@@ -322,6 +322,23 @@ INSTANTIATE_TEST_SUITE_P(
                     Level::nightly})),
     test_name);
 
+INSTANTIATE_TEST_SUITE_P(
+    Fp8, CudaOptionsCompile,
+    testing::Combine(testing::Values("sm_90a"),
+                     testing::Values(Variant{"Plain", "D=2048,V=151936,fp8", false, Level::quick},
+                                     Variant{"Added", "D=2560,V=50257,fp8,tied,grad_weight_dtype=fp32", false, Level::nightly},
+                                     Variant{"E4m3", "D=200,V=1001,fp8=e4m3,fp8_dlogits=e4m3,grad_weight_mode=accumulate", false},
+                                     Variant{"Bias", "D=2048,V=50257,fp8,bias", true},
+                                     Variant{"Temperature", "D=2048,V=50257,fp8,temperature,logit_scale=0.5", true, Level::nightly},
+                                     Variant{"Offset", "D=2048,V=50257,fp8,class_offset", true, Level::nightly},
+                                     Variant{"BiasOffset", "D=2048,V=50257,fp8,bias,class_offset,temperature,logit_scale=0.5", true,
+                                             Level::nightly},
+                                     Variant{"Everything",
+                                             "D=200,V=1001,fp8,bias,class_weight,z_loss=0.001,softcap=30,logit_scale=0.5,temperature,"
+                                             "token_weight,grad_weight_mode=accumulate,outputs=loss+lse+logprobs",
+                                             false, Level::quick})),
+    test_name);
+
 INSTANTIATE_TEST_SUITE_P(OldestGpus, CudaOptionsCompile,
                          testing::Combine(testing::Values("sm_80"),
                                           testing::Values(Variant{"Fp32ShallowHiddenMajor", "D=64,V=50257,dtype=fp32,layout=hidden_major"},

@@ -126,9 +126,9 @@ TEST_P(Fp8Programs, Forward_EveryColumnOnceAndOnceAgain) {
         expect_stored(r, room);
         expect_owned(range_of(map_of(r, &Fp8LogitsParams::weight_map)), room);
         expect_owned(range_of(map_of(r, &Fp8LogitsParams::hidden_map)), room);
-        const std::int64_t tiles = (p.columns + 191) / 192;
+        const std::int64_t tiles = (p.columns + plan.cuda.forward.block_n - 1) / plan.cuda.forward.block_n;
         expect_owned(bytes_from(p.partials, tiles * 2 * p.partial_rows * 4), room);
-        expect_owned(bytes_from(p.column_scales, tiles * 192 * 4), room);
+        expect_owned(bytes_from(p.column_scales, tiles * plan.cuda.forward.block_n * 4), room);
         all.push_back(p);
     }
     ASSERT_FALSE(all.empty());

@@ -97,8 +97,14 @@ LaunchBuilder<Fp8GradientParams> gradient_launch(const BackwardPassFp8& pass, Ke
     return launch;
 }
 
-/// grad_hidden's sum over columns: codes of the weight turned over, then the product.
-std::vector<Statement> hidden_steps(const BackwardPassFp8& pass, const Columns& of, const Expr& turned_weight, const Expr& width) {
+/// The weight of columns turned over.
+Statement turn_weight(const BackwardPassFp8& pass, const Columns& of, const Expr& turned_weight, const Expr& width) {
+    return turn_launch(pass, KernelRole::fp8_turn_weight, weight_row_at(pass.spec, of.first), of.count, turned_weight, width,
+                       pass.weight_largest, 0);
+}
+
+/// grad_hidden's sum over columns whose weight has been turned over.
+Statement hidden_step(const BackwardPassFp8& pass, const Columns& of, const Expr& turned_weight, const Expr& width) {
     using Params = Fp8GradientParams;
     const BackwardLayoutFp8& layout = pass.layout;
     const Expr positions = round_up(of.count, kFp8ClassGroup);
@@ -107,9 +113,7 @@ std::vector<Statement> hidden_steps(const BackwardPassFp8& pass, const Columns& 
     launch.set(&Params::row_factors, workspace_at(layout.factors))
         .set(&Params::largest, pass.weight_largest)
         .set(&Params::adds, less(0, of.first));
-    return {turn_launch(pass, KernelRole::fp8_turn_weight, weight_row_at(pass.spec, of.first), of.count, turned_weight, width,
-                        pass.weight_largest, 0),
-            launch.build()};
+    return launch.build();
 }
 
 Statement weight_step(const BackwardPassFp8& pass, const Columns& of) {
@@ -146,7 +150,11 @@ Statement retained_steps(const BackwardPassFp8& pass) {
     const Columns all{0, retained.columns, exponentials, retained.pitch, turned};
     const Expr first = variable(kChunkLoop) * layout.kept.width;
     const Columns chunk{first, min(retained.columns - first, layout.kept.width), exponentials + first, retained.pitch, 0};
-    Statement hidden{Loop{kChunkLoop, layout.kept.count, hidden_steps(pass, chunk, layout.kept_places.turned_weight, layout.kept.width)}};
+    const Expr& turned_weight = layout.kept_places.turned_weight;
+    Statement hidden{
+        Loop{kChunkLoop,
+             layout.kept.count,
+             {turn_weight(pass, chunk, turned_weight, layout.kept.width), hidden_step(pass, chunk, turned_weight, layout.kept.width)}}};
     // grad_hidden first: the weight turned over may lie in grad_weight.
     std::vector<Statement> steps = {{If{present(Slot::grad_hidden), {std::move(hidden)}}}, weight_step(pass, all)};
     for (Statement& step : bias_steps(pass, all)) steps.push_back(std::move(step));
@@ -170,12 +178,16 @@ std::vector<Statement> logits_again(const BackwardPassFp8& pass, const Columns& 
     at.pitch = chunk.pitch;
     const CodesAt codes{
         .from = weight_row_at(spec, chunk.first), .rows = chunk.count, .codes = places.weight_codes, .scales = places.column_scales};
-    LaunchBuilder<ForwardParams> launch(pass.source.kernel(KernelRole::forward), logits_grid(pass.device, chunk.count));
+    LaunchBuilder<ForwardParams> launch(pass.source.kernel(KernelRole::forward), logits_grid(spec, pass.device, chunk.count));
     launch.set(&ForwardParams::bias, slot(Slot::bias))
         .set(&ForwardParams::class_offset, slot(Slot::class_offset))
         .set(&ForwardParams::rows, pass.tokens())
         .set_transform(&ForwardParams::transform, spec);
-    return {codes_launch(spec, pass.source, codes), logits_launch(spec, std::move(launch), at), no_targets_launch(spec, pass.source, at)};
+    // Both copies of the weight come one after the other: the second finds it in L2.
+    return {codes_launch(spec, pass.source, codes),
+            {If{present(Slot::grad_hidden), {turn_weight(pass, chunk, places.turned_weight, chunk.pitch)}}},
+            logits_launch(spec, std::move(launch), at),
+            no_targets_launch(spec, pass.source, at)};
 }
 
 /// Gradients of columns whose logits are made again, chunk by chunk.
@@ -183,7 +195,7 @@ Statement chunks_loop(const BackwardPassFp8& pass, const Cut& cut, const ChunkPl
     const Expr first = cut.first + variable(kChunkLoop) * cut.width;
     const Columns chunk{first, min(cut.end - first, cut.width), places.exponentials, cut.width, places.turned};
     std::vector<Statement> steps = logits_again(pass, chunk, places);
-    steps.push_back({If{present(Slot::grad_hidden), hidden_steps(pass, chunk, places.turned_weight, cut.width)}});
+    steps.push_back({If{present(Slot::grad_hidden), {hidden_step(pass, chunk, places.turned_weight, cut.width)}}});
     steps.push_back(weight_step(pass, chunk));
     for (Statement& step : bias_steps(pass, chunk)) steps.push_back(std::move(step));
     return {Loop{kChunkLoop, cut.count, std::move(steps)}};

@@ -61,7 +61,7 @@ std::vector<Statement> logits_steps(const ForwardPassFp8& pass, LogitsAt at, con
                         .scales = at.column_scales,
                         .largest = weight_largest,
                         .unless = at.unless};
-    LaunchBuilder<ForwardParams> launch = forward_launch(pass, KernelRole::forward, logits_grid(pass.device, at.columns), 1);
+    LaunchBuilder<ForwardParams> launch = forward_launch(pass, KernelRole::forward, logits_grid(pass.spec, pass.device, at.columns), 1);
     return {codes_launch(pass.spec, pass.source, codes), logits_launch(pass.spec, std::move(launch), at)};
 }
 
@@ -75,7 +75,7 @@ Statement powers_launch(const ForwardPassFp8& pass, const Expr& columns) {
         .set(&Params::temperature, slot(Slot::temperature))
         .set(&Params::partial_rows, pass.layout.partial_rows)
         .set(&Params::rows, slot(Slot::num_tokens))
-        .set(&Params::splits, ceil_div(columns, kLogitsTile.block_n));
+        .set(&Params::splits, ceil_div(columns, logits_tile(pass.spec).block_n));
     return launch.build();
 }
 
@@ -88,7 +88,7 @@ Statement merge_launch(const ForwardPassFp8& pass, const LogitsAt& at) {
         .set(&Params::unless, at.unless)
         .set(&Params::partial_rows, pass.layout.partial_rows)
         .set(&Params::rows, slot(Slot::num_tokens))
-        .set(&Params::splits, ceil_div(at.columns, kLogitsTile.block_n))
+        .set(&Params::splits, ceil_div(at.columns, logits_tile(pass.spec).block_n))
         .set(&Params::first, equal(at.first, 0));
     return launch.build();
 }

@@ -91,7 +91,7 @@ ForwardLayoutFp8 forward_layout(const Spec& spec, const Plan& plan) {
     f.row_scales = pieces.take(n * 4);
     f.hidden_codes = pieces.take(n * code_pitch(spec));
     // A column takes its codes, its scale, and its part of a tile's sums.
-    const std::int64_t tile = kLogitsTile.block_n;
+    const std::int64_t tile = logits_tile(spec).block_n;
     const std::int64_t codes = code_pitch(spec) + 4;
     const Expr most = floor_div((plan.scratch_bytes - reserve_bytes(spec)) * tile, codes * tile + f.partial_rows * 8);
     f.cut = cut_columns(0, spec.vocab_size, whole_quanta(most));

@@ -36,23 +36,24 @@ Statement hidden_codes_launch(const Spec& spec, const CudaSource& source, const 
     return launch.build();
 }
 
-Expr logits_grid(const Device& device, const Expr& columns) {
-    return clusters_of(device, kLogitsTile, slot(Slot::num_tokens), columns) * kClusterBlocks;
+Expr logits_grid(const Spec& spec, const Device& device, const Expr& columns) {
+    return clusters_of(device, logits_tile(spec), slot(Slot::num_tokens), columns) * kClusterBlocks;
 }
 
 Statement logits_launch(const Spec& spec, LaunchBuilder<ForwardParams> launch, const LogitsAt& at) {
     using Params = Fp8LogitsParams;
     const Expr n = slot(Slot::num_tokens);
+    const GemmTile& tile = logits_tile(spec);
     const std::int64_t pitch = code_pitch(spec);
     const Expr stores = less(0, at.stored);
     LaunchBuilder<Params> full(std::move(launch));
-    full.set_map(&Params::hidden_map, {at.hidden_codes, pitch, n, pitch}, kLogitsTile.block_m, 1)
-        .set_map(&Params::weight_map, {at.weight_codes, pitch, at.columns, pitch}, kLogitsTile.block_n / kClusterBlocks, 1)
+    full.set_map(&Params::hidden_map, {at.hidden_codes, pitch, n, pitch}, tile.block_m, 1)
+        .set_map(&Params::weight_map, {at.weight_codes, pitch, at.columns, pitch}, tile.block_n / kClusterBlocks, 1)
         // There is always something to map; where nothing is stored it is not used.
         .set_map(&Params::turned_map,
                  {select(stores, at.turned, at.hidden_codes), select(stores, token_positions(), pitch), select(stores, at.stored, n),
                   select(stores, token_positions(), pitch)},
-                 kLogitsTile.block_n, 1)
+                 tile.block_n, 1)
         .set(&Params::row_scales, at.row_scales)
         .set(&Params::column_scales, at.column_scales)
         .set(&Params::powers, at.powers)

@@ -41,7 +41,7 @@ struct LogitsAt {
 };
 /// Adds to `launch` everything but what ForwardParams has.
 [[nodiscard]] Statement logits_launch(const Spec& spec, LaunchBuilder<ForwardParams> launch, const LogitsAt& at);
-[[nodiscard]] Expr logits_grid(const Device& device, const Expr& columns);
+[[nodiscard]] Expr logits_grid(const Spec& spec, const Device& device, const Expr& columns);
 
 /// The targets' codes in `exponentials` and `turned`, which begin with column `first`, become 0.
 [[nodiscard]] Statement no_targets_launch(const Spec& spec, const CudaSource& source, const LogitsAt& at);

@@ -18,14 +18,17 @@ constexpr std::string_view kName = "cuda_fp8";
 constexpr std::array kCapabilities = {90};
 constexpr std::array kStrategies = {Strategy::retain, Strategy::recompute};
 constexpr std::array kSchedules = {ScheduleWarps{TileSchedule::by_turns, {4, 1}}, ScheduleWarps{TileSchedule::together, {8, 1}}};
-constexpr std::array kTiles = {TileCandidate{kLogitsTile, 1.0}, TileCandidate{kGradientTile, 1.0}};
+constexpr GemmTile kWide{.block_m = 128, .block_n = 192, .block_k = 128, .stages = 4, .schedule = TileSchedule::by_turns};
+constexpr GemmTile kNarrow{.block_m = 128, .block_n = 128, .block_k = 128, .stages = 6, .schedule = TileSchedule::by_turns};
+static_assert(kFp8Quantum % kWide.block_n == 0 && kFp8Quantum % kNarrow.block_n == 0);
+constexpr std::array kTiles = {TileCandidate{kWide, 1.0}, TileCandidate{kNarrow, 0.9}, TileCandidate{kGradientTile, 1.0}};
 
 bool is_logits(GemmRole role) { return role != GemmRole::grad_hidden && role != GemmRole::grad_weight; }
-const GemmTile& tile_of(GemmRole role) { return is_logits(role) ? kLogitsTile : kGradientTile; }
+const GemmTile& tile_of(const Spec& spec, GemmRole role) { return is_logits(role) ? logits_tile(spec) : kGradientTile; }
 
 /// The ring of stages, panels of exponentials or results, and barriers.
 KernelBlock block(const Spec& spec, GemmRole role) {
-    const GemmTile& tile = tile_of(role);
+    const GemmTile& tile = tile_of(spec, role);
     const std::int64_t ring = std::int64_t{128} * (tile.block_m + tile.block_n) * tile.stages;
     const bool updates =
         role == GemmRole::grad_weight && spec.grad_weight_mode == GradMode::accumulate && element_bytes(spec.grad_weight_dtype) == 2;
@@ -53,13 +56,13 @@ Reason problem(const Spec& spec, const Device& device, Strategy strategy) {
     return std::nullopt;
 }
 
-Reason tile_problem(const Spec& /*spec*/, const Device& device, GemmRole role, const GemmTile& tile) {
-    const GemmTile& only = tile_of(role);
+Reason tile_problem(const Spec& spec, const Device& device, GemmRole role, const GemmTile& tile) {
+    const GemmTile& only = tile_of(spec, role);
     if (tile != only) {
         return fmt::format("block {}x{}: {} has tiles of {}x{}x{} with {} stages here", tile.block_m, tile.block_n, kName, only.block_m,
                            only.block_n, only.block_k, only.stages);
     }
-    return smem_problem(device, block({}, role).smem_bytes);
+    return smem_problem(device, block(spec, role).smem_bytes);
 }
 
 std::span<const TileCandidate> tiles(DType /*dtype*/) { return kTiles; }
@@ -107,7 +110,7 @@ CudaProgram generate(const Spec& spec, const Device& device, const Plan& plan) {
 
 void write_gemms(KernelWriter& writer, const Spec& spec) {
     const auto gemm = [&](KernelRole kernel, GemmRole role, const char* params, const char* function, const char* stated) {
-        const GemmTile& tile = tile_of(role);
+        const GemmTile& tile = tile_of(spec, role);
         const bool turns = tile.schedule == TileSchedule::by_turns;
         writer.gemm({.role = kernel,
                      .params = params,
@@ -143,6 +146,8 @@ CudaSource source(const Spec& spec, const Device& device, const Plan& plan) {
     if (spec.bias) writer.rows(KernelRole::fp8_bias, "Fp8BiasParams");
     return std::move(writer).finish();
 }
+
+const GemmTile& logits_tile(const Spec& spec) { return spec.softcap != 0.0 || spec.temperature || spec.class_offset ? kNarrow : kWide; }
 
 Expr clusters_of(const Device& device, const GemmTile& tile, const Expr& m, const Expr& n) {
     const Expr tiles = ceil_div(m, std::int64_t{tile.block_m} * kClusterBlocks) * ceil_div(n, tile.block_n);

@@ -14,8 +14,8 @@ namespace fp8 {
 
 /// Blocks of a cluster, which stand along M.
 inline constexpr int kClusterBlocks = 2;
-/// Tiles of logits, and of gradients.
-inline constexpr GemmTile kLogitsTile{.block_m = 128, .block_n = 192, .block_k = 128, .stages = 4, .schedule = TileSchedule::by_turns};
+/// Tile of logits: a narrower one where transforms crowd an epilogue's registers.
+[[nodiscard]] const GemmTile& logits_tile(const Spec& spec);
 inline constexpr GemmTile kGradientTile{.block_m = 128, .block_n = 256, .block_k = 128, .stages = 4, .schedule = TileSchedule::together};
 
 /// Clusters of a grid that has a tile's worth of work for `m` × `n` results: at most as many as the device runs at once.
