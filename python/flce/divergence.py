@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flce import errors
-from flce.call import _spec_text
+from flce.call import _formats, _spec_text
 from flce.call._arguments import check_classes, refuse_dtensor, refuse_tangent
 from flce.call._checks import DTYPES, HIDDEN_MULTIPLE
 from flce.call._options import OPTIONS, retain_choice
@@ -237,7 +237,8 @@ def _check_heads(tensors: dict[str, Tensor], student_bias: Tensor | None, teache
     student = tensors["student_hidden"]
     for name, tensor in tensors.items():
         if tensor.dtype not in DTYPES or tensor.dtype is not student.dtype:
-            allowed = f"student_hidden's, {student.dtype}: convert it with {name}.to({student.dtype})"
+            how = "dequantise it" if _formats.are_codes(tensor.dtype) else f"convert it with {name}.to({student.dtype})"
+            allowed = f"student_hidden's, {student.dtype}: {how}"
             if tensor is student:
                 allowed = "float32, bfloat16, float16"
             raise errors.DTypeError(f"{name} has dtype {tensor.dtype}; allowed are {allowed}")

@@ -94,7 +94,8 @@ def linear_topk(
     target = torch.zeros(tokens, dtype=torch.int64, device=hidden.device)
     for name, given in {"weight": seen, "bias": bias}.items():
         if given is not None and given.dtype is not hidden.dtype and hidden.dtype in DTYPES:
-            raise errors.DTypeError(f"{name} has dtype {given.dtype}; it must be hidden's: convert it with {name}.to({hidden.dtype})")
+            how = _formats.WITH_SCALES if _formats.are_codes(given.dtype) else f"convert it with {name}.to({hidden.dtype})"
+            raise errors.DTypeError(f"{name} has dtype {given.dtype}; it must be hidden's: {how}")
     check_inputs(hidden, seen, target, {"bias": bias})
     if seen.shape[1] == 0:
         raise errors.ShapeError(f"weight has shape {list(seen.shape)}; its hidden_size must be 1 or more")

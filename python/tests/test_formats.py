@@ -222,5 +222,9 @@ def test_codes_without_scales_say_what_they_lack() -> None:
     codes = torch.ones(CLASSES, HIDDEN).to(E4M3)
     with pytest.raises(flce.DTypeError, match=r"weight has dtype torch\.float8_e4m3fn.*codes are given with weight_scale"):
         flce.linear_cross_entropy(hidden, codes, target)
+    with pytest.raises(flce.DTypeError, match=r"weight has dtype torch\.float8_e4m3fn.*codes are given with weight_scale"):
+        flce.linear_topk(hidden, codes, 3)
+    with pytest.raises(flce.DTypeError, match=r"teacher_weight has dtype torch\.float8_e4m3fn.*dequantise it"):
+        flce.linear_divergence(hidden, codes.to(hidden.dtype), hidden.detach(), codes, beta=0)
     with pytest.raises(flce.ArgumentError, match=r"has dtype torch\.float8_e4m3fn, as of a quantised layer.*with weight_scale"):
         flce.LinearCrossEntropyLoss(linear(codes), shift=0)(hidden, target)

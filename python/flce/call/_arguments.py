@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from flce import errors
+from flce.call import _formats
 from flce.call._checks import COUNT_DTYPES, DTYPES, TARGET_DTYPES, is_dtensor
 from flce.call._targets import check_target_dtype, check_tensors
 from flce.core._frame import PLAIN_TYPES
@@ -26,7 +27,7 @@ def check_inputs(hidden: Tensor, weight: Tensor, target: Tensor, of_classes: Map
     if dtype not in DTYPES:
         raise errors.DTypeError(f"hidden has dtype {dtype}; allowed are float32, bfloat16, float16")
     if weight.dtype is not dtype and weight.dtype is not torch.float32:
-        codes = "; codes are given with weight_scale" if weight.dtype in (torch.float8_e4m3fn, torch.uint8) else ""
+        codes = f"; {_formats.WITH_SCALES}" if _formats.are_codes(weight.dtype) else ""
         raise errors.DTypeError(f"weight has dtype {weight.dtype}; with hidden in {dtype} it must be that or float32{codes}")
     check_shapes(hidden, weight, target, sequence_ranks)
     weight_shape = weight.shape

@@ -24,6 +24,7 @@ _ROWS = 1024  # classes that are dequantised at a time, where logits are asked f
 _COMPRESSED = ("compressed", "decompressed")  # states in which a layer of compressed-tensors leaves its weight as it is
 _KNOWN = "Kernels read float8_e4m3fn with scales of rows, of 128 x 128 blocks or of the whole, and NVFP4"
 STATE = ("quantization_scheme", "quantization_status", "quantization_enabled")  # names of notes of compressed-tensors in a layer
+WITH_SCALES = "codes are given with weight_scale (e4m3, NVFP4), or dequantised"
 _ROUNDED_INPUTS = "which rounds hidden states as well, and a loss here multiplies them as they are"
 
 
@@ -106,6 +107,11 @@ def codes_of(weight: Any, scale: Tensor | None, tensor_scale: Tensor | float | N
     if tensor_scale is not None:
         raise errors.ArgumentError("weight_tensor_scale is given and weight_scale is None; it goes with an NVFP4 weight's scales")
     return codes
+
+
+def are_codes(dtype: torch.dtype) -> bool:
+    """Whether a weight of this dtype lacks its scales."""
+    return dtype in (_E4M3, *_BYTES, torch.int8)
 
 
 def held_weight(layer: Any) -> Any:
