@@ -46,10 +46,13 @@ class _Layer(_Head, total=False):
     cu_seqlens: Tensor | None
 
 
-class _Formats(TypedDict, total=False):
-    fp8: Fp8 | None
+class _Codes(TypedDict, total=False):
     weight_scale: Tensor | None
     weight_tensor_scale: Tensor | float | None
+
+
+class _Formats(_Codes, total=False):
+    fp8: Fp8 | None
 
 
 class _Scored(_Layer, _Formats, total=False): ...
