@@ -34,6 +34,7 @@ codes, scale = rows(50).to(torch.float8_e4m3fn), torch.rand(50, device=device)
 pairs = torch.randint(0, 256, (50, 8), dtype=torch.uint8, device=device)
 groups, whole = torch.rand(50, 1, device=device).to(torch.float8_e4m3fn), torch.tensor(0.1, device=device)
 # %% Reinforcement learning and distillation
+hidden, labels = rows(4, 12).requires_grad_(), numbers(4, 12)
 head, old_head, old_hidden = linear(), linear(), rows(4, 12)
 advantages, importance = torch.randn(4, 1, device=device), torch.rand(4, 12, device=device)
 mask = flce.shift_labels(labels) != -100
