@@ -271,6 +271,8 @@ TEST(FlceCheck_Variants, Pass) {
         {"D=64,V=301,dtype=bf16,tied,grad_weight_dtype=fp32"},
         {"D=64,V=301,dtype=fp32,z_loss=0.001,outputs=lse+entropy"},
         {"D=64,V=301,dtype=bf16,outputs=logprobs", "--reduction", "none"},
+        {"D=64,V=301,dtype=bf16,fp8=e4m3,fp8_dlogits=e4m3,bias,softcap=20,temperature,class_offset,tied,outputs=loss+lse+logprobs"},
+        {"D=64,V=301,padded_vocab_size=320,dtype=fp32,fp8,class_weight,z_loss=0.001,logit_scale=-0.5", "--reduction", "none"},
         {"D=64,V=301,whole_vocab_size=900,dtype=bf16,grad_hidden_dtype=fp32,bias,label_smoothing=0.1,outputs=loss+lse+entropy+top1"},
         {"D=64,V=301,whole_vocab_size=900,dtype=fp32,class_weight,label_smoothing=0.1,layout=hidden_major"},
         {"D=64,V=301,whole_vocab_size=900,dtype=fp32,teacher_top_k=3,hard_weight=0.5,z_loss=0.001", "--reduction", "none"},
@@ -285,6 +287,17 @@ TEST(FlceCheck_Variants, Pass) {
         command.insert(command.end(), arguments.begin(), arguments.end());
         EXPECT_EQ(expect_json(command)["passed"], true) << testing::PrintToString(arguments);
     }
+}
+
+TEST(FlceCheck_Fp8, HasBothErrors) {
+    const auto json = expect_json({"check", "--device", "cpu", "--json", "--spec", "D=64,V=301,dtype=bf16,fp8,bias"});
+    EXPECT_EQ(json["passed"], true);
+    for (const char* output : {"loss", "lse", "grad_hidden", "grad_weight", "grad_bias"}) {
+        EXPECT_GT(json["outputs"][output]["error_to_exact"].get<double>(), json["outputs"][output]["error"].get<double>()) << output;
+    }
+    EXPECT_GT(json["outputs"]["grad_hidden"]["error_to_exact"].get<double>(), 2e-3);
+    EXPECT_LT(json["outputs"]["grad_hidden"]["error_to_exact"].get<double>(), 5e-2);
+    EXPECT_FALSE(expect_json({"check", "--device", "cpu", "--json", "--spec", "D=64,V=301"})["outputs"]["lse"].contains("error_to_exact"));
 }
 
 TEST(FlceCheck_LargeLayer, SamplesItsReferenceAndSaysSo) {

@@ -11,6 +11,7 @@
 #include "tests/support/kernel_run.hpp"
 #include "tests/support/level.hpp"
 #include "tests/support/option_sets.hpp"
+#include "tests/support/random_specs.hpp"
 #include "tests/support/targets.hpp"
 
 namespace flce::test {
@@ -70,6 +71,7 @@ class Fp8Head : public testing::TestWithParam<std::tuple<Target, DType, Form>> {
 protected:
     void SetUp() override {
         FLCE_REQUIRE_TARGET(target());
+        if (level() == Level::quick && std::get<1>(GetParam()) != DType::bf16) GTEST_SKIP() << "from level full on";
         if (target() == Target::gpu && !smallest_scratch_bytes(spec(64, 64), device_of(Target::gpu))) {
             GTEST_SKIP() << "no path of this GPU has " << spec(64, 64).text();
         }
@@ -180,11 +182,47 @@ TEST_P(Fp8Head, TwiceAndInAnyMemory_HasTheSameBits) {
     EXPECT_TRUE(bytes(kernel->retained_bytes(150) / 2) == once);
 }
 
+std::string name_of(const testing::TestParamInfo<std::tuple<Target, DType, Form>>& info) {
+    return std::string(to_string(std::get<1>(info.param))) + "_" + std::get<2>(info.param).name;
+}
+
 INSTANTIATE_TEST_SUITE_P(Cpu, Fp8Head,
                          testing::Combine(testing::Values(Target::cpu), testing::Values(DType::bf16, DType::fp16, DType::fp32),
-                                          testing::ValuesIn(kForms)));
+                                          testing::ValuesIn(kForms)),
+                         name_of);
 INSTANTIATE_TEST_SUITE_P(Gpu, Fp8Head,
-                         testing::Combine(testing::Values(Target::gpu), testing::Values(DType::bf16), testing::ValuesIn(kForms)));
+                         testing::Combine(testing::Values(Target::gpu), testing::Values(DType::bf16), testing::ValuesIn(kForms)), name_of);
+
+/// A random spec without what an FP8 head refuses.
+Spec random_fp8_spec(Draw& draw, std::uint64_t seed) {
+    Spec s = random_spec(draw);
+    s.weight_dtype.reset();
+    s.weight_format = WeightFormat::numbers;
+    s.layout = WeightLayout::vocab_major;
+    s.teacher_top_k = 0;
+    s.support = s.class_groups = s.outputs.entropy = false;
+    s.hard_weight = s.label_smoothing = 0;
+    if (s.outputs == Outputs{.loss = false}) s.outputs.loss = true;
+    s.fp8 = seed % 2 == 0 ? Fp8Operands::int8 : Fp8Operands::e4m3;
+    s.fp8_dlogits = seed % 4 < 2 ? Fp8Dlogits::e5m2 : Fp8Dlogits::e4m3;
+    return s.normalized();
+}
+
+class RandomFp8Specs : public testing::TestWithParam<std::tuple<Target, std::uint64_t>> {};
+
+TEST_P(RandomFp8Specs, AreWithinTheirBounds) {
+    const auto [target, part] = GetParam();
+    FLCE_REQUIRE_TARGET(target);
+    for (std::uint64_t seed = 100 * part; seed < 100 * part + (kSanitized || level() == Level::quick ? 2 : 12); ++seed) {
+        Draw draw(3000 + seed);
+        const Spec spec = random_fp8_spec(draw, seed);
+        if (target == Target::gpu && !smallest_scratch_bytes(spec, device_of(target))) continue;  // refused by name
+        EXPECT_TRUE(run_and_judge(kernel_on(target, spec), make_problem(spec, random_options(draw, spec.token_weight, seed)))) << seed;
+    }
+}
+
+INSTANTIATE_TEST_SUITE_P(Cpu, RandomFp8Specs, testing::Combine(testing::Values(Target::cpu), testing::Range<std::uint64_t>(0, 4)));
+INSTANTIATE_TEST_SUITE_P(Gpu, RandomFp8Specs, testing::Combine(testing::Values(Target::gpu), testing::Range<std::uint64_t>(0, 4)));
 
 // Products in few rows and columns at a time: steps in flight, several blocks of tokens, chunks of the vocabulary.
 TEST(Fp8Blocks, LittleScratch_HasTheSameRounding) {
