@@ -6,7 +6,7 @@ The text is Python sources that this machine has: its own library's and those of
 the same batches; "bf16 again" has other batches and parameters, so that its distance says what the difference of two runs is without fp8.
 Held-out losses are computed with bf16's layer in every run. --small is for a CPU.
 
-On an H200 all runs take about two minutes, on two CPU cores those of --small --steps 300 as long.
+The default's four take about two minutes on an H200. A form that the device has no kernels for is left out, which is said.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ RUNS: dict[str, flce.Fp8 | None] = {
     "int8 e4m3": flce.Fp8("int8", "e4m3"),
     "e4m3 e5m2": flce.Fp8("e4m3", "e5m2"),
 }
+DEFAULT = "bf16,bf16 again,int8 e5m2,int8 e4m3"
 EVERY = 20  # steps whose mean loss is a point of a curve
 BYTES = 256
 
@@ -166,7 +167,7 @@ def report(found: dict[str, dict[str, Any]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--runs", default=",".join(RUNS), help="some of: " + ", ".join(RUNS))
+    parser.add_argument("--runs", default=DEFAULT, help="some of: " + ", ".join(RUNS))
     parser.add_argument("--small", action="store_true", help="a model for a CPU")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, help="a file for the curves as JSON")
@@ -185,11 +186,16 @@ def main() -> None:
     device = torch.cuda.get_device_name() if arguments.device == "cuda" else "cpu"
     found: dict[str, dict[str, Any]] = {}
     for name in names:
-        found[name] = train(name, size, data, held, arguments.steps, seed=1 if name == "bf16 again" else 0)
+        try:
+            found[name] = train(name, size, data, held, arguments.steps, seed=1 if name == "bf16 again" else 0)
+        except (flce.PlanError, flce.SpecError) as error:
+            print(f"{name}: left out, {error}", flush=True)
+            continue
         if arguments.out is not None:
             figures = {"device": device, "torch": torch.__version__, "size": vars(size), "steps": arguments.steps, "runs": found}
             arguments.out.write_text(json.dumps(figures, indent=1) + "\n")
-    report(found)
+    if found:
+        report(found)
 
 
 if __name__ == "__main__":
