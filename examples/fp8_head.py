@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import flce
 
 BYTES, LENGTH, WIDTH = 256, 64, 96
-MOST_DIFFERENCE = 0.05  # of the last losses
+MOST_DIFFERENCE = 0.05  # allowed between the last losses
 FORMS = [flce.Fp8(logits, dlogits) for logits in ("int8", "e4m3") for dlogits in ("e5m2", "e4m3")]
 
 
