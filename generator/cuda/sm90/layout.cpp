@@ -33,8 +33,8 @@ std::int64_t stretch_of(const Spec& spec, const Plan& plan) {
     return forward_stretch(spec, plan, std::lcm(block_n, few_tokens_shape(spec, plan).tile.block_n));
 }
 
-/// Columns of a stretch of a rounded weight: `stretch_of`, or one of the next fewer in steps of a tile of either kernel, whichever takes the
-/// least time by whole waves of tiles. `rows`: of a launch.
+/// Columns of a stretch of a rounded weight: `stretch_of`, or one of the next fewer in steps of a tile of either kernel, whichever takes
+/// the least time by whole waves of tiles. `rows`: of a launch.
 Expr quickest_stretch(const Spec& spec, const Device& device, const Plan& plan, const Expr& rows) {
     const std::int64_t widest = stretch_of(spec, plan);
     if (!rounds_weight(spec) || spec.batch_invariant) return widest;
