@@ -202,50 +202,76 @@ __device__ __forceinline__ void fp8_codes(const Fp8CodesParams& p) {
     }
 }
 
-/// The largest number that is finite. A warp has a row.
+/// Scales of rows without their codes, which fp8_both_codes makes. A warp has a row.
 template <class Problem>
-__device__ __forceinline__ void fp8_largest(const Fp8CodesParams& p) {
+__device__ __forceinline__ void fp8_scales(const Fp8CodesParams& p) {
     const int row = static_cast<int>(blockIdx.x) * (kRowThreads / 32) + static_cast<int>(threadIdx.x) / 32;
     if (row >= p.rows) return;
     const Bf16* const from = static_cast<const Bf16*>(p.from) + static_cast<long long>(row) * Problem::hidden_size;
-    raise_largest<Problem>(p, from, RowNumbers<Problem>(from).largest());
+    const unsigned largest = RowNumbers<Problem>(from).largest();
+    raise_largest<Problem>(p, from, largest);
+    if (threadIdx.x % 32 != 0) return;
+    p.scales[row] = RowCodes<Problem>(largest).scale;
+    p.row_largest[row] = largest;
 }
 
-/// Turns rows over. A block has a square of kFp8Square rows and columns. kTokens: rows lie at tokens' positions, else at classes'.
-template <class Problem, bool kTokens>
+/// A lane's four columns of four rows at a time, the rows at positions that follow each other.
+template <class Problem, bool kTokens, bool kBoth>
+struct TurnedRows {
+    const Fp8TurnParams& p;
+    int column;
+    float factor;  // of every row
+
+    /// `rows`: of the positions. w: e4m3 of a row each.
+    __device__ __forceinline__ void make(const int (&rows)[4], unsigned (&w)[4]) const {
+        using N = Numeric<Bf16>;
+        const Bf16* const from = static_cast<const Bf16*>(p.from) + column;
+        uint2 in[4];
+        float factors[4];
+#pragma unroll
+        for (int r = 0; r < 4; ++r) {
+            const bool there = rows[r] < p.rows && column < Problem::hidden_size;
+            factors[r] = !there ? 0.f : kTokens ? p.factors[rows[r]] * factor : factor;
+            in[r] = make_uint2(0u, 0u);
+            if (factors[r] != 0.f) in[r] = *reinterpret_cast<const uint2*>(from + static_cast<long long>(rows[r]) * Problem::hidden_size);
+        }
+#pragma unroll
+        for (int r = 0; r < 4; ++r) {
+            const float x[4] = {N::first(in[r].x), N::second(in[r].x), N::first(in[r].y), N::second(in[r].y)};
+            w[r] = pack_fp8<false>(x[0] * factors[r], x[1] * factors[r], x[2] * factors[r], x[3] * factors[r]);
+            if constexpr (kBoth) {
+                if (rows[r] >= p.rows || column >= p.pitch) continue;
+                const RowCodes<Problem> codes(p.row_largest[rows[r]]);
+                const unsigned packed = codes.factor != 0.f ? codes.pack(x[0], x[1], x[2], x[3]) : 0u;
+                *reinterpret_cast<unsigned*>(p.row_codes + rows[r] * p.pitch + column) = packed;
+            }
+        }
+    }
+};
+
+/// Turns rows over. A block has a square of kFp8Square rows and columns. kTokens: rows lie at tokens' positions and have factors, else at
+/// classes'. kBoth: codes of the rows as they lie are made as well.
+template <class Problem, bool kTokens, bool kBoth>
 __device__ __forceinline__ void fp8_turn(const Fp8TurnParams& p) {
     __shared__ unsigned square[kFp8Square][kFp8Square / 4 + 1];
     const int row0 = static_cast<int>(blockIdx.y) * kFp8Square;
     const int column0 = static_cast<int>(blockIdx.x) * kFp8Square;
     const int lane = static_cast<int>(threadIdx.x) % 32;
     const int warp = static_cast<int>(threadIdx.x) / 32;
-    const int column = column0 + lane * 4;
-    const float factor = fp8_factor(*p.largest);
-    const Bf16* const from = static_cast<const Bf16*>(p.from) + column;
+    const TurnedRows<Problem, kTokens, kBoth> turned{p, column0 + lane * 4, fp8_factor(*p.largest)};
 #pragma unroll
     for (int part = 0; part < kFp8Square / 32; ++part) {
         const int word = warp * (kFp8Square / 32) + part;  // positions 4·word and on
-        uint2 in[4];
-        float factors[4];
+        int rows[4];
 #pragma unroll
-        for (int r = 0; r < 4; ++r) {
-            const int row = row0 + (kTokens ? token_at(word * 4 + r) : class_at(word * 4 + r));
-            const bool there = row < p.rows && column < Problem::hidden_size;
-            factors[r] = !there ? 0.f : p.factors != nullptr ? p.factors[row] * factor : factor;
-            in[r] = make_uint2(0u, 0u);
-            if (factors[r] != 0.f) in[r] = *reinterpret_cast<const uint2*>(from + static_cast<long long>(row) * Problem::hidden_size);
-        }
+        for (int r = 0; r < 4; ++r) rows[r] = row0 + (kTokens ? token_at(word * 4 + r) : class_at(word * 4 + r));
         unsigned w[4];
-#pragma unroll
-        for (int r = 0; r < 4; ++r) {
-            using N = Numeric<Bf16>;
-            w[r] = pack_fp8<false>(N::first(in[r].x) * factors[r], N::second(in[r].x) * factors[r], N::first(in[r].y) * factors[r],
-                                   N::second(in[r].y) * factors[r]);
-        }
+        turned.make(rows, w);
         turn_4x4(w);
 #pragma unroll
         for (int e = 0; e < 4; ++e) square[lane * 4 + e][word] = w[e];
     }
+    if (kBoth && p.codes == nullptr) return;
     __syncthreads();  // the square is complete
     const int position = row0 + lane * 4;
     if (position >= p.positions) return;
@@ -255,11 +281,15 @@ __device__ __forceinline__ void fp8_turn(const Fp8TurnParams& p) {
 }
 template <class Problem>
 __device__ __forceinline__ void fp8_turn_weight(const Fp8TurnParams& p) {
-    fp8_turn<Problem, false>(p);
+    fp8_turn<Problem, false, false>(p);
 }
 template <class Problem>
 __device__ __forceinline__ void fp8_turn_hidden(const Fp8TurnParams& p) {
-    fp8_turn<Problem, true>(p);
+    fp8_turn<Problem, true, false>(p);
+}
+template <class Problem>
+__device__ __forceinline__ void fp8_both_codes(const Fp8TurnParams& p) {
+    fp8_turn<Problem, false, true>(p);
 }
 
 }  // namespace flce

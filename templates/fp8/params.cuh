@@ -37,6 +37,7 @@ struct Fp8CodesParams {
     const void* from;        ///< [rows, D]
     unsigned char* codes;    ///< [rows, pitch]
     float* scales;           ///< [rows]: a code's number is code · scale; NaN where the row holds a number that is not finite
+    unsigned* row_largest;   ///< [rows], of fp8_scales: bits of a row's largest |number|
     unsigned* largest;       ///< raised to the largest |number| that is finite; null: nobody asks
     const unsigned* unless;  ///< a word: 0 where the launch does nothing; null: it does its work
     TargetParams
@@ -53,6 +54,10 @@ struct Fp8TurnParams {
     unsigned char* codes;     ///< [D, positions]
     const unsigned* largest;  ///< bits of the number whose power of two is every row's factor (fp8_factor)
     const float* factors;     ///< [rows]: factors beside; a row with 0 may hold anything. null: 1
+    // Codes of the rows as they lie, where they are made as well; `codes` may be null then.
+    unsigned char* row_codes;     ///< [rows, pitch]
+    const unsigned* row_largest;  ///< [rows], row_largest of Fp8CodesParams
+    long long pitch;
     long long positions;
     int rows;
     int unused;
@@ -119,8 +124,6 @@ struct Fp8PowersParams {
 struct Fp8MergeParams {
     const float* partials;
     float* running;
-    const unsigned* again;  ///< Fp8LogitsParams'
-    const unsigned* unless;
     long long partial_rows;
     int rows;
     int splits;

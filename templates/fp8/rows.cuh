@@ -98,11 +98,9 @@ __device__ __forceinline__ void fp8_merge(const Fp8MergeParams& p) {
     using Fields = PartialFields<Problem>;
     static_assert(Fields::kCount == 2, "a largest logit and a sum");
     __shared__ float parts[kParts][2][kRows];
-    if (p.unless != nullptr && *p.unless == 0u) return;
     const int in_block = static_cast<int>(threadIdx.x) % kRows;
     const int part = static_cast<int>(threadIdx.x) / kRows;
     const int row = static_cast<int>(blockIdx.x) * kRows + in_block;
-    if (p.again != nullptr && p.again[row / kFp8ClusterRows] == 0u) return;  // a block's rows are of one cluster
     const int splits = row < p.rows ? p.splits : 0;
     Fields::store(&parts[part][0][in_block], kRows,
                   merge_splits<Problem, kParts>(p.partials + row, 2 * p.partial_rows, p.partial_rows, part, splits));

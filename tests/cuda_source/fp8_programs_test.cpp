@@ -133,16 +133,20 @@ TEST_P(Fp8Programs, Forward_EveryColumnOnceAndOnceAgain) {
     }
     ASSERT_FALSE(all.empty());
     EXPECT_EQ(all.front().stored, 0) << "powers come of it";
+    std::int64_t stored = 0;
     for (const bool again : {false, true}) {
         std::int64_t next = 0;
         for (const Fp8LogitsParams& p : std::vector(all.begin() + 1, all.end())) {
             if ((p.again != nullptr) != again) continue;
             EXPECT_EQ(p.first_column, next);
             EXPECT_TRUE(p.columns % kFp8Quantum == 0 || p.first_column + p.columns == spec.vocab_size);
+            EXPECT_EQ(p.sums != 0, !again);
             next += p.columns;
+            stored += again ? 0 : p.stored;
         }
-        EXPECT_EQ(next, spec.vocab_size);
+        EXPECT_EQ(next, again ? stored : spec.vocab_size);
     }
+    EXPECT_EQ(stored > 0, of.kept > 0);
 }
 
 TEST_P(Fp8Programs, Backward_GradientsOfEveryColumnOnce) {
@@ -160,7 +164,7 @@ TEST_P(Fp8Programs, Backward_GradientsOfEveryColumnOnce) {
             const Range codes = range_of(map_of(r, &Fp8LogitsParams::weight_map));
             expect_owned(codes, room);
             const std::int64_t gradients = gradient().begin + (p.first_column + p.columns) * gradient_row();
-            for (const Range& used : {codes, bytes_from(p.exponentials, 1), bytes_from(p.column_scales, 1)}) {
+            for (const Range& used : {codes, bytes_from(p.exponentials, 1)}) {
                 EXPECT_FALSE(used.begin < gradients && used.end > gradient().begin) << "its own gradient would be written over it";
             }
         } else if (r.kernel == "flce_grad_hidden") {

@@ -31,7 +31,7 @@ namespace flce {
     X(gather_forward) X(gather_hidden) X(sort_counts) X(sort_sums) X(sort_places) X(gather_weight)        \
     X(gather_joints)                                                                                      \
     /* Products of numbers in 8 bits. */                                                                  \
-    X(fp8_codes) X(fp8_largest) X(fp8_turn_weight) X(fp8_turn_hidden) X(fp8_targets) X(fp8_powers)        \
+    X(fp8_codes) X(fp8_scales) X(fp8_both_codes) X(fp8_turn_weight) X(fp8_turn_hidden) X(fp8_targets) X(fp8_powers)        \
     X(fp8_merge) X(fp8_stale) X(fp8_no_targets) X(fp8_rows) X(fp8_finish) X(fp8_order)                    \
     X(fp8_target_rows) X(fp8_bias)                                                                        \
     /* Both passes. */                                                                                    \

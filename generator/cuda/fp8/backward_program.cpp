@@ -57,29 +57,31 @@ Statement rows_launch(const BackwardPassFp8& pass) {
     return launch.build();
 }
 
-/// The largest number of the weight, where forward has not left it.
-Statement largest_launch(const BackwardPassFp8& pass) {
+/// Scales of the weight's rows, and its largest number.
+Statement scales_launch(const BackwardPassFp8& pass) {
     using Params = Fp8CodesParams;
-    LaunchBuilder<Params> launch(pass.source.kernel(KernelRole::fp8_largest), warps_grid(pass.spec.vocab_size));
+    const BackwardLayoutFp8& layout = pass.layout;
+    LaunchBuilder<Params> launch(pass.source.kernel(KernelRole::fp8_scales), warps_grid(pass.spec.vocab_size));
     launch.set(&Params::from, slot(Slot::weight))
-        .set(&Params::largest, workspace_at(pass.layout.largest))
+        .set(&Params::scales, workspace_at(layout.class_scales))
+        .set(&Params::row_largest, workspace_at(layout.class_largest))
+        .set(&Params::largest, workspace_at(layout.largest))
         .set(&Params::rows, pass.spec.vocab_size);
-    return {If{present(Slot::grad_hidden) && !pass.retains, {launch.build()}}};
+    return launch.build();
 }
 
-/// Rows of a matrix, turned over. `factors`: address, or 0.
-Statement turn_launch(const BackwardPassFp8& pass, KernelRole kernel, const Expr& from, const Expr& rows, const Expr& codes,
-                      const Expr& positions, const Expr& largest, const Expr& factors) {
+/// Rows of a matrix, turned over to `codes`.
+LaunchBuilder<Fp8TurnParams> turn_launch(const BackwardPassFp8& pass, KernelRole kernel, const Expr& from, const Expr& rows,
+                                         const Expr& codes, const Expr& positions, const Expr& largest) {
     using Params = Fp8TurnParams;
     LaunchBuilder<Params> launch(pass.source.kernel(kernel), (pass.spec.hidden_size + kFp8Square - 1) / kFp8Square,
                                  ceil_div(rows, kFp8Square));
     launch.set(&Params::from, from)
         .set(&Params::codes, codes)
         .set(&Params::largest, largest)
-        .set(&Params::factors, factors)
         .set(&Params::positions, positions)
         .set(&Params::rows, rows);
-    return launch.build();
+    return launch;
 }
 
 LaunchBuilder<Fp8GradientParams> gradient_launch(const BackwardPassFp8& pass, KernelRole kernel, const MappedMatrix& a,
@@ -97,10 +99,16 @@ LaunchBuilder<Fp8GradientParams> gradient_launch(const BackwardPassFp8& pass, Ke
     return launch;
 }
 
-/// The weight of columns turned over.
-Statement turn_weight(const BackwardPassFp8& pass, const Columns& of, const Expr& turned_weight, const Expr& width) {
-    return turn_launch(pass, KernelRole::fp8_turn_weight, weight_row_at(pass.spec, of.first), of.count, turned_weight, width,
-                       pass.weight_largest, 0);
+/// Both codes of a chunk's weight.
+Statement both_codes_launch(const BackwardPassFp8& pass, const Columns& of, const ChunkPlaces& places) {
+    using Params = Fp8TurnParams;
+    const Expr turned = select(present(Slot::grad_hidden), places.turned_weight, 0);
+    LaunchBuilder<Params> launch =
+        turn_launch(pass, KernelRole::fp8_both_codes, weight_row_at(pass.spec, of.first), of.count, turned, of.pitch, pass.weight_largest);
+    launch.set(&Params::row_codes, places.weight_codes)
+        .set(&Params::row_largest, workspace_at(pass.layout.class_largest) + of.first * 4)
+        .set(&Params::pitch, code_pitch(pass.spec));
+    return launch.build();
 }
 
 /// grad_hidden's sum over columns whose weight has been turned over.
@@ -151,10 +159,9 @@ Statement retained_steps(const BackwardPassFp8& pass) {
     const Expr first = variable(kChunkLoop) * layout.kept.width;
     const Columns chunk{first, min(retained.columns - first, layout.kept.width), exponentials + first, retained.pitch, 0};
     const Expr& turned_weight = layout.kept_places.turned_weight;
-    Statement hidden{
-        Loop{kChunkLoop,
-             layout.kept.count,
-             {turn_weight(pass, chunk, turned_weight, layout.kept.width), hidden_step(pass, chunk, turned_weight, layout.kept.width)}}};
+    LaunchBuilder<Fp8TurnParams> turn = turn_launch(pass, KernelRole::fp8_turn_weight, weight_row_at(pass.spec, first), chunk.count,
+                                                    turned_weight, layout.kept.width, pass.weight_largest);
+    Statement hidden{Loop{kChunkLoop, layout.kept.count, {turn.build(), hidden_step(pass, chunk, turned_weight, layout.kept.width)}}};
     // grad_hidden first: the weight turned over may lie in grad_weight.
     std::vector<Statement> steps = {{If{present(Slot::grad_hidden), {std::move(hidden)}}}, weight_step(pass, all)};
     for (Statement& step : bias_steps(pass, all)) steps.push_back(std::move(step));
@@ -171,23 +178,17 @@ std::vector<Statement> logits_again(const BackwardPassFp8& pass, const Columns& 
     at.hidden_codes = workspace_at(layout.hidden_codes);
     at.row_scales = workspace_at(layout.row_scales);
     at.weight_codes = places.weight_codes;
-    at.column_scales = places.column_scales;
+    at.column_scales = workspace_at(layout.class_scales) + chunk.first * 4;
     at.powers = workspace_at(layout.powers);
     at.exponentials = chunk.exponentials;
     at.turned = chunk.turned;
     at.pitch = chunk.pitch;
-    const CodesAt codes{
-        .from = weight_row_at(spec, chunk.first), .rows = chunk.count, .codes = places.weight_codes, .scales = places.column_scales};
     LaunchBuilder<ForwardParams> launch(pass.source.kernel(KernelRole::forward), logits_grid(spec, pass.device, chunk.count));
     launch.set(&ForwardParams::bias, slot(Slot::bias))
         .set(&ForwardParams::class_offset, slot(Slot::class_offset))
         .set(&ForwardParams::rows, pass.tokens())
         .set_transform(&ForwardParams::transform, spec);
-    // Both copies of the weight come one after the other: the second finds it in L2.
-    return {codes_launch(spec, pass.source, codes),
-            {If{present(Slot::grad_hidden), {turn_weight(pass, chunk, places.turned_weight, chunk.pitch)}}},
-            logits_launch(spec, std::move(launch), at),
-            no_targets_launch(spec, pass.source, at)};
+    return {both_codes_launch(pass, chunk, places), logits_launch(spec, std::move(launch), at), no_targets_launch(spec, pass.source, at)};
 }
 
 /// Gradients of columns whose logits are made again, chunk by chunk.
@@ -242,13 +243,14 @@ LaunchProgram backward_program(const Spec& spec, const Device& device, const Pla
     std::vector<Statement> steps = coefficient_steps(pass);
     steps.push_back({MemsetZero{workspace_at(layout.largest), static_cast<std::int64_t>(sizeof(Fp8Largest))}});
     steps.push_back(rows_launch(pass));
-    steps.push_back(largest_launch(pass));
-    Statement turn = turn_launch(pass, KernelRole::fp8_turn_hidden, slot(Slot::hidden), pass.tokens(), workspace_at(layout.hidden_turned),
-                                 token_positions(), pass.hidden_largest, workspace_at(layout.factors));
-    steps.push_back({If{present(Slot::grad_weight), {std::move(turn)}}});
+    LaunchBuilder<Fp8TurnParams> turn = turn_launch(pass, KernelRole::fp8_turn_hidden, slot(Slot::hidden), pass.tokens(),
+                                                    workspace_at(layout.hidden_turned), token_positions(), pass.hidden_largest);
+    turn.set(&Fp8TurnParams::factors, workspace_at(layout.factors));
+    steps.push_back({If{present(Slot::grad_weight), {turn.build()}}});
     steps.push_back(retained_steps(pass));
-    steps.push_back({If{less(layout.retained.columns, spec.vocab_size),
-                        {hidden_codes_launch(spec, source, workspace_at(layout.hidden_codes), workspace_at(layout.row_scales))}}});
+    steps.push_back(
+        {If{less(layout.retained.columns, spec.vocab_size),
+            {scales_launch(pass), hidden_codes_launch(spec, source, workspace_at(layout.hidden_codes), workspace_at(layout.row_scales))}}});
     for (std::size_t i = 0; i < layout.again.size(); ++i) steps.push_back(chunks_loop(pass, layout.again[i], layout.again_places[i]));
     steps.push_back(finish_step(pass));
     steps.push_back(target_rows_step(pass));

@@ -7,8 +7,7 @@
 namespace flce::fp8 {
 namespace {
 
-// Powers of two above a row's own up to which sums, and exponentials that are kept, are in range.
-constexpr float kMostOfSums = 100.0F;
+/// Powers of two above a row's own up to which exponentials that are kept are in range.
 constexpr float kMostOfKept = 15.5F;
 
 struct ForwardPassFp8 : ForwardPass {
@@ -54,7 +53,7 @@ std::vector<Statement> logits_steps(const ForwardPassFp8& pass, LogitsAt at, con
     at.weight_codes = workspace_at(layout.weight_codes);
     at.column_scales = workspace_at(layout.column_scales);
     at.powers = pass.powers;
-    at.sums = 1;
+    at.sums = equal(at.again, 0);
     const CodesAt codes{.from = weight_row_at(pass.spec, at.first),
                         .rows = at.columns,
                         .codes = at.weight_codes,
@@ -84,8 +83,6 @@ Statement merge_launch(const ForwardPassFp8& pass, const LogitsAt& at) {
     LaunchBuilder<Params> launch(pass.source.kernel(KernelRole::fp8_merge), ceil_div(slot(Slot::num_tokens), 32));
     launch.set(&Params::partials, workspace_at(pass.layout.partials))
         .set(&Params::running, workspace_at(pass.layout.running))
-        .set(&Params::again, at.again)
-        .set(&Params::unless, at.unless)
         .set(&Params::partial_rows, pass.layout.partial_rows)
         .set(&Params::rows, slot(Slot::num_tokens))
         .set(&Params::splits, ceil_div(at.columns, logits_tile(pass.spec).block_n))
@@ -102,11 +99,11 @@ Statement stale_launch(const ForwardPassFp8& pass) {
         .set(&Params::any, pass.any_again)
         .set(&Params::partial_rows, pass.layout.partial_rows)
         .set(&Params::rows, slot(Slot::num_tokens))
-        .set(&Params::most, select(pass.retains, float_bits(kMostOfKept), float_bits(kMostOfSums)));
+        .set_float(&Params::most, kMostOfKept);
     return launch.build();
 }
 
-/// All columns, stretch by stretch. `again`: only clusters of rows that have one with another power now.
+/// All columns, stretch by stretch. `again`: exponentials alone, of clusters of rows that have one with another power now.
 Statement stretches_loop(const ForwardPassFp8& pass, bool again) {
     const ForwardLayoutFp8& layout = pass.layout;
     const RetainedFp8& retained = layout.retained;
@@ -118,12 +115,13 @@ Statement stretches_loop(const ForwardPassFp8& pass, bool again) {
     at.turned = retained_at(retained.turned) + at.first * token_positions();
     at.pitch = retained.pitch;
     if (again) {
+        at.columns = at.stored;
         at.again = workspace_at(layout.again);
         at.unless = pass.any_again;
     }
     std::vector<Statement> steps = logits_steps(pass, at, again ? Expr(0) : pass.weight_largest);
-    steps.push_back(merge_launch(pass, at));
-    return {Loop{kStretchLoop, layout.cut.count, std::move(steps)}};
+    if (!again) steps.push_back(merge_launch(pass, at));
+    return {Loop{kStretchLoop, again ? ceil_div(retained.columns, layout.cut.width) : layout.cut.count, std::move(steps)}};
 }
 
 /// Powers from the logits of the first classes and of the targets.
@@ -150,15 +148,12 @@ LaunchProgram forward_program(const Spec& spec, const Device& device, const Plan
     steps.push_back(targets_launch(pass));
     for (Statement& step : power_steps(pass)) steps.push_back(std::move(step));
     steps.push_back(stretches_loop(pass, false));
-    steps.push_back(stale_launch(pass));
-    steps.push_back(stretches_loop(pass, true));
     LogitsAt kept;
-    kept.first = 0;
     kept.stored = layout.retained.columns;
     kept.exponentials = retained_at(layout.retained.exponentials);
     kept.turned = retained_at(layout.retained.turned);
     kept.pitch = layout.retained.pitch;
-    steps.push_back({If{pass.retains, {no_targets_launch(spec, source, kept)}}});
+    steps.push_back({If{pass.retains, {stale_launch(pass), stretches_loop(pass, true), no_targets_launch(spec, source, kept)}}});
     steps.push_back(row_outputs_launch(pass, {}));
     return {.body = for_all_rows(pass, std::move(steps)), .variable_count = kStretchLoop + 1};
 }

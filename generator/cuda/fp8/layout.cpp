@@ -13,7 +13,7 @@ namespace {
 constexpr std::int64_t kReserveBytes = 160 << 10;  // scalars, what alignment costs, and positions of a least chunk without a token
 
 /// Bytes of scratch beside what grows with a chunk: tokens are rounded up to groups of positions.
-std::int64_t reserve_bytes(const Spec& spec) { return kReserveBytes + kFp8TokenGroup * spec.hidden_size; }
+std::int64_t reserve_bytes(const Spec& spec) { return kReserveBytes + kFp8TokenGroup * spec.hidden_size + 8 * spec.vocab_size; }
 
 std::int64_t grad_row_bytes(const Spec& spec) {
     return spec.hidden_size * static_cast<std::int64_t>(element_bytes(spec.grad_weight_dtype));
@@ -30,7 +30,7 @@ Cut cut_columns(const Expr& first, const Expr& end, const Expr& most) {
 Expr whole_quanta(const Expr& columns) { return max(round_down(columns, kFp8Quantum), kFp8Quantum); }
 
 /// Bytes of a chunk's column where logits are made again.
-Expr again_bytes(const Spec& spec) { return slot(Slot::num_tokens) + token_positions() + (code_pitch(spec) + spec.hidden_size + 4); }
+Expr again_bytes(const Spec& spec) { return slot(Slot::num_tokens) + token_positions() + (code_pitch(spec) + spec.hidden_size); }
 
 /// Places of a chunk of `width` columns from `begin` on, an address.
 ChunkPlaces chunk_places(const Spec& spec, const Expr& begin, const Expr& width) {
@@ -38,7 +38,6 @@ ChunkPlaces chunk_places(const Spec& spec, const Expr& begin, const Expr& width)
     ChunkPlaces places;
     places.turned_weight = pieces.take(width * spec.hidden_size);
     places.weight_codes = pieces.take(width * code_pitch(spec));
-    places.column_scales = pieces.take(width * 4);
     places.exponentials = pieces.take(width * slot(Slot::num_tokens));
     places.turned = pieces.take(width * token_positions());
     return places;
@@ -154,6 +153,8 @@ BackwardLayoutFp8 backward_layout(const Spec& spec, const Plan& plan) {
     b.row_targets = pieces.take(n * 8);
     if (spec.temperature) b.row_temperatures = pieces.take(n * 4);
     for (Expr* numbers : {&b.powers, &b.factors, &b.target_dz, &b.order, &b.row_scales}) *numbers = pieces.take(n * 4);
+    const std::int64_t classes = multiple_above(spec.vocab_size, kFp8Quantum);  // tiles read scales to their ends
+    for (Expr* numbers : {&b.class_scales, &b.class_largest}) *numbers = pieces.take(classes * 4);
     b.hidden_codes = pieces.take(n * code_pitch(spec));
     b.hidden_turned = pieces.take(token_positions() * spec.hidden_size);
     b.sum = pieces.take(n * (4 * spec.hidden_size));

@@ -48,9 +48,8 @@ struct ForwardLayoutFp8 : ForwardLayout {
 struct ChunkPlaces {
     Expr turned_weight{0};  ///< [D, width]
     Expr weight_codes{0};   ///< [width, code_pitch], and what follows where logits are made again
-    Expr column_scales{0};
-    Expr exponentials{0};  ///< [N, width]
-    Expr turned{0};        ///< [width, token_positions]
+    Expr exponentials{0};   ///< [N, width]
+    Expr turned{0};         ///< [width, token_positions]
 };
 
 struct BackwardLayoutFp8 : BackwardLayout {
@@ -66,6 +65,8 @@ struct BackwardLayoutFp8 : BackwardLayout {
     Expr target_dz{0};      //
     Expr order{0};          //
     Expr row_scales{0};     //
+    Expr class_scales{0};   ///< [V], and so is the next one, where logits are made again
+    Expr class_largest{0};  //
     Expr hidden_codes{0};   ///< [N, code_pitch]
     Expr hidden_turned{0};  ///< [D, token_positions]
     Expr sum{0};            ///< [N, D] fp32

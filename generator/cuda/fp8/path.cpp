@@ -131,7 +131,8 @@ CudaSource source(const Spec& spec, const Device& device, const Plan& plan) {
     write_gemms(writer, spec);
     writer.row_kernels();
     writer.rows(KernelRole::fp8_codes, "Fp8CodesParams");
-    writer.rows(KernelRole::fp8_largest, "Fp8CodesParams");
+    writer.rows(KernelRole::fp8_scales, "Fp8CodesParams");
+    writer.rows(KernelRole::fp8_both_codes, "Fp8TurnParams");
     writer.rows(KernelRole::fp8_turn_weight, "Fp8TurnParams");
     writer.rows(KernelRole::fp8_turn_hidden, "Fp8TurnParams");
     writer.rows(KernelRole::fp8_targets, "Fp8TargetsParams");
