@@ -220,7 +220,7 @@ template <class Problem, bool kTokens, bool kBoth>
 struct TurnedRows {
     const Fp8TurnParams& p;
     int column;
-    float factor;  // of every row
+    float factor;  // factor of every row
 
     /// `rows`: of the positions. w: e4m3 of a row each.
     __device__ __forceinline__ void make(const int (&rows)[4], unsigned (&w)[4]) const {

@@ -99,6 +99,7 @@ private:
         float weighted[kPieces][2];
         to_logits<Problem>(
             p, loop.place, p.first_column + walk.n, TileT::kBlockN, [&](int of) { return temperature(walk.m + of); }, z, weighted);
+        if constexpr (!Problem::int8_logits) write_targets(z);
         OfRows powers;
         load_rows(p.powers, 0.f, powers);
         const bool anew = p.sums != 0 && write_largest(z, powers);
@@ -110,6 +111,17 @@ private:
     __device__ __forceinline__ float temperature(int of) const {
         if constexpr (Problem::temperature) return of < p.rows ? p.temperatures[of] : 1.f;
         return 1.f;
+    }
+
+    /// Targets among the thread's columns.
+    __device__ __forceinline__ void write_targets(const Logits& z) const {
+        const int first = p.first_column + walk.n + loop.place.column(0, 0);
+#pragma unroll
+        for (int r = 0; r < 4; ++r) {
+            const int of = row(r / 2, r % 2);
+            const int within = of < p.rows ? load_target<Problem>(p.targets, of) - first : -1;
+            if (has_column<kColumnPieces>(within)) p.target_logits[of] = pick_column(z[r / 2], r % 2, within);
+        }
     }
 
     /// Sums of codes become hidden · weightᵀ.

@@ -63,7 +63,8 @@ struct Fp8TurnParams {
     int unused;
 };
 
-/// Logits of a launch's rows and columns. Fields of ForwardParams are the call's; partials are those of the launch's tiles.
+/// Logits of a launch's rows and columns. Fields of ForwardParams are the call's; partials are those of the launch's tiles. target_logits of
+/// targets among the columns are written where products are of e4m3, whose sums only tensor cores have.
 struct Fp8LogitsParams : ForwardParams {
     TensorMap hidden_map;
     TensorMap weight_map;  ///< codes of the launch's columns
@@ -142,11 +143,13 @@ struct Fp8StaleParams {
     float most;  ///< most powers of two above a row's own
 };
 
-/// The target's codes become 0.
+/// The target's codes become 0, and backward is left its logit.
 struct Fp8NoTargetsParams {
     TargetParams targets;
     const float* temperature;
-    unsigned char* exponentials;  ///< at the launch's first column
+    const float* target_logits;     ///< [rows]
+    float* retained_target_logits;  ///< [rows]; null: nobody asks
+    unsigned char* exponentials;    ///< at the launch's first column
     unsigned char* turned;
     long long pitch;
     long long positions;
@@ -156,23 +159,29 @@ struct Fp8NoTargetsParams {
     int unused;
 };
 
-/// Backward's numbers of rows: dz_ij = factor·E_ij, and the target's dz.
+/// Backward's numbers of rows: dz_ij = factor·E_ij.
 struct Fp8RowsParams {
     const void* hidden;
-    const void* weight;
-    const void* bias;
-    const float* class_offset;
     const void* coefficients;
     const void* row_targets;
-    const float* row_temperatures;
     const float* retained_powers;  ///< [rows]; null: powers follow from lse
     float* powers;                 ///< [rows]
     float* factors;                ///< [rows]
-    float* target_dz;              ///< [rows], of the target's hidden · weightᵀ
     Fp8Largest* largest;
-    float transform[kMaxTransformParameters];
     int rows;
     float derivative;  ///< d logit / d (hidden · weightᵀ) at a temperature of 1, but for a softcap's
+};
+
+/// The target's dz, of its hidden · weightᵀ.
+struct Fp8TargetDzParams {
+    const void* coefficients;
+    const void* row_targets;
+    const float* row_temperatures;
+    const float* target_logits;  ///< [rows]
+    float* target_dz;            ///< [rows]
+    float transform[kMaxTransformParameters];
+    int rows;
+    float derivative;  ///< derivative of Fp8RowsParams
 };
 
 /// grad_hidden from its sum and the targets' rows of the weight.

@@ -132,6 +132,7 @@ template <class Problem>
 __device__ __forceinline__ void fp8_no_targets(const Fp8NoTargetsParams& p) {
     const int row = static_cast<int>(blockIdx.x * kRowThreads + threadIdx.x);
     if (row >= p.rows) return;
+    if (p.retained_target_logits != nullptr) p.retained_target_logits[row] = p.target_logits[row];
     const int column = load_target<Problem>(p.targets, p.temperature, row) - p.first_column;
     if (column < 0 || column >= p.columns) return;
     p.exponentials[row * p.pitch + class_position(column)] = 0u;
@@ -143,32 +144,37 @@ template <class Problem>
 __device__ __forceinline__ void fp8_rows(const Fp8RowsParams& p) {
     const int row = row_of_warp();
     if (row >= p.rows) return;
-    const float4 k = static_cast<const float4*>(p.coefficients)[row];
     const RowTarget target = static_cast<const RowTarget*>(p.row_targets)[row];
-    const int lane = static_cast<int>(threadIdx.x) % 32;
     float power = 0.f;
     float factor = 0.f;
-    float dz = 0.f;
     if (target.target >= 0) {
-        const Bf16* const hidden = static_cast<const Bf16*>(p.hidden) + static_cast<long long>(row) * Problem::hidden_size;
-        const unsigned largest = largest_of_row<Problem>(hidden);
-        const float temperature = Problem::temperature ? p.row_temperatures[row] : 1.f;
-        const float product = product_of_class<Problem>(p, row, target.target, largest);
-        const float logit = logit_of_product<Problem>(p, product, target.target, temperature);
-        float slope = p.derivative;
-        if constexpr (Problem::stores_derivative) {
-            slope *= LogitDerivative<Problem>(p.transform, temperature)(logit);
-        }
+        const unsigned largest =
+            largest_of_row<Problem>(static_cast<const Bf16*>(p.hidden) + static_cast<long long>(row) * Problem::hidden_size);
         power =
             p.retained_powers != nullptr ? p.retained_powers[row] : power_or_zero(fp8::exponent_of_sum(target.lse, !Problem::e5m2_dlogits));
-        factor = fp8::row_factor(k.x * p.derivative, power, target.lse);
-        dz = (::expf(logit - target.lse) * k.x - k.z) * slope;
+        factor = fp8::row_factor(static_cast<const float4*>(p.coefficients)[row].x * p.derivative, power, target.lse);
         const float bound = fabsf(factor) * __uint_as_float(largest);
-        if (lane == 0 && bound < infinity()) atomicMax(&p.largest->hidden, __float_as_uint(bound));
+        if (threadIdx.x % 32 == 0 && bound < infinity()) atomicMax(&p.largest->hidden, __float_as_uint(bound));
     }
-    if (lane != 0) return;
+    if (threadIdx.x % 32 != 0) return;
     p.powers[row] = power;
     p.factors[row] = factor;
+}
+
+template <class Problem>
+__device__ __forceinline__ void fp8_target_dz(const Fp8TargetDzParams& p) {
+    const int row = static_cast<int>(blockIdx.x * kRowThreads + threadIdx.x);
+    if (row >= p.rows) return;
+    const RowTarget target = static_cast<const RowTarget*>(p.row_targets)[row];
+    float dz = 0.f;
+    if (target.target >= 0) {
+        const float4 k = static_cast<const float4*>(p.coefficients)[row];
+        const float logit = p.target_logits[row];
+        dz = (::expf(logit - target.lse) * k.x - k.z) * p.derivative;
+        if constexpr (Problem::stores_derivative) {
+            dz *= LogitDerivative<Problem>(p.transform, Problem::temperature ? p.row_temperatures[row] : 1.f)(logit);
+        }
+    }
     p.target_dz[row] = dz;
 }
 

@@ -40,21 +40,35 @@ Statement rows_launch(const BackwardPassFp8& pass) {
     const BackwardLayoutFp8& layout = pass.layout;
     LaunchBuilder<Params> launch(pass.source.kernel(KernelRole::fp8_rows), warps_grid(pass.tokens()));
     launch.set(&Params::hidden, slot(Slot::hidden))
-        .set(&Params::weight, slot(Slot::weight))
-        .set(&Params::bias, slot(Slot::bias))
-        .set(&Params::class_offset, slot(Slot::class_offset))
         .set(&Params::coefficients, workspace_at(layout.coefficients))
         .set(&Params::row_targets, workspace_at(layout.row_targets))
-        .set(&Params::row_temperatures, pass.spec.temperature ? workspace_at(layout.row_temperatures) : Expr(0))
         .set(&Params::retained_powers, select(pass.retains, retained_at(layout.retained.powers), 0))
         .set(&Params::powers, workspace_at(layout.powers))
         .set(&Params::factors, workspace_at(layout.factors))
-        .set(&Params::target_dz, workspace_at(layout.target_dz))
         .set(&Params::largest, workspace_at(layout.largest))
-        .set_transform(&Params::transform, pass.spec)
         .set(&Params::rows, pass.tokens())
         .set_float(&Params::derivative, static_cast<float>(pass.spec.logit_scale));
     return launch.build();
+}
+
+/// Steps behind all chunks, of which logits in e4m3 come; integer sums are those of single rows.
+std::vector<Statement> target_dz_steps(const BackwardPassFp8& pass) {
+    using Params = Fp8TargetDzParams;
+    const BackwardLayoutFp8& layout = pass.layout;
+    const Expr logits = workspace_at(layout.target_logits);
+    LaunchBuilder<Params> launch(pass.source.kernel(KernelRole::fp8_target_dz), ceil_div(pass.tokens(), kRowThreads));
+    launch.set(&Params::coefficients, workspace_at(layout.coefficients))
+        .set(&Params::row_targets, workspace_at(layout.row_targets))
+        .set(&Params::row_temperatures, pass.spec.temperature ? workspace_at(layout.row_temperatures) : Expr(0))
+        .set(&Params::target_logits, select(pass.retains, retained_at(layout.retained.target_logits), logits))
+        .set(&Params::target_dz, workspace_at(layout.target_dz))
+        .set_transform(&Params::transform, pass.spec)
+        .set(&Params::rows, pass.tokens())
+        .set_float(&Params::derivative, static_cast<float>(pass.spec.logit_scale));
+    std::vector<Statement> steps;
+    if (pass.spec.fp8 == Fp8Operands::int8) steps.push_back({If{!pass.retains, {targets_launch(pass.spec, pass.source, logits)}}});
+    steps.push_back(launch.build());
+    return steps;
 }
 
 /// Scales of the weight's rows, and its largest number.
@@ -186,6 +200,8 @@ std::vector<Statement> logits_again(const BackwardPassFp8& pass, const Columns& 
     LaunchBuilder<ForwardParams> launch(pass.source.kernel(KernelRole::forward), logits_grid(spec, pass.device, chunk.count));
     launch.set(&ForwardParams::bias, slot(Slot::bias))
         .set(&ForwardParams::class_offset, slot(Slot::class_offset))
+        .set_targets(&ForwardParams::targets, spec, 0)
+        .set(&ForwardParams::target_logits, workspace_at(layout.target_logits))
         .set(&ForwardParams::rows, pass.tokens())
         .set_transform(&ForwardParams::transform, spec);
     return {both_codes_launch(pass, chunk, places), logits_launch(spec, std::move(launch), at), no_targets_launch(spec, pass.source, at)};
@@ -252,6 +268,7 @@ LaunchProgram backward_program(const Spec& spec, const Device& device, const Pla
         {If{less(layout.retained.columns, spec.vocab_size),
             {scales_launch(pass), hidden_codes_launch(spec, source, workspace_at(layout.hidden_codes), workspace_at(layout.row_scales))}}});
     for (std::size_t i = 0; i < layout.again.size(); ++i) steps.push_back(chunks_loop(pass, layout.again[i], layout.again_places[i]));
+    for (Statement& step : target_dz_steps(pass)) steps.push_back(std::move(step));
     steps.push_back(finish_step(pass));
     steps.push_back(target_rows_step(pass));
     std::vector<Statement> body;

@@ -30,21 +30,6 @@ struct ForwardPassFp8 : ForwardPass {
     }
 };
 
-Statement targets_launch(const ForwardPassFp8& pass) {
-    using Params = Fp8TargetsParams;
-    LaunchBuilder<Params> launch(pass.source.kernel(KernelRole::fp8_targets), warps_grid(slot(Slot::num_tokens)));
-    launch.set(&Params::hidden, slot(Slot::hidden))
-        .set(&Params::weight, slot(Slot::weight))
-        .set(&Params::bias, slot(Slot::bias))
-        .set(&Params::class_offset, slot(Slot::class_offset))
-        .set_targets(&Params::targets, pass.spec, 0)
-        .set(&Params::temperature, slot(Slot::temperature))
-        .set(&Params::target_logits, workspace_at(pass.layout.target_logits))
-        .set_transform(&Params::transform, pass.spec)
-        .set(&Params::rows, slot(Slot::num_tokens));
-    return launch.build();
-}
-
 /// Logits of columns [first, first + columns), whose codes are made before. `at`: what differs from one launch to the other.
 std::vector<Statement> logits_steps(const ForwardPassFp8& pass, LogitsAt at, const Expr& weight_largest) {
     const ForwardLayoutFp8& layout = pass.layout;
@@ -145,7 +130,7 @@ LaunchProgram forward_program(const Spec& spec, const Device& device, const Plan
     steps.push_back({MemsetZero{workspace_at(layout.largest), largest_bytes}});
     steps.push_back({If{pass.retains, {Statement{MemsetZero{slot(Slot::retained), largest_bytes}}}}});
     steps.push_back(hidden_codes_launch(spec, source, workspace_at(layout.hidden_codes), workspace_at(layout.row_scales)));
-    steps.push_back(targets_launch(pass));
+    steps.push_back(targets_launch(spec, source, workspace_at(layout.target_logits)));
     for (Statement& step : power_steps(pass)) steps.push_back(std::move(step));
     steps.push_back(stretches_loop(pass, false));
     LogitsAt kept;
@@ -153,7 +138,8 @@ LaunchProgram forward_program(const Spec& spec, const Device& device, const Plan
     kept.exponentials = retained_at(layout.retained.exponentials);
     kept.turned = retained_at(layout.retained.turned);
     kept.pitch = layout.retained.pitch;
-    steps.push_back({If{pass.retains, {stale_launch(pass), stretches_loop(pass, true), no_targets_launch(spec, source, kept)}}});
+    const KeptLogits logits{workspace_at(layout.target_logits), retained_at(layout.retained.target_logits)};
+    steps.push_back({If{pass.retains, {stale_launch(pass), stretches_loop(pass, true), no_targets_launch(spec, source, kept, logits)}}});
     steps.push_back(row_outputs_launch(pass, {}));
     return {.body = for_all_rows(pass, std::move(steps)), .variable_count = kStretchLoop + 1};
 }

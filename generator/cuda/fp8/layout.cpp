@@ -57,6 +57,7 @@ RetainedFp8 retained_layout(const Spec& spec, const Plan& plan) {
     Pieces pieces;
     pieces.take(static_cast<std::int64_t>(sizeof(Fp8Largest)));
     r.powers = pieces.take(n * 4);
+    r.target_logits = pieces.take(n * 4);
     r.exponentials = pieces.end();
     const Expr numbers = pieces.end();
     pieces.take(n * whole_pitch);
@@ -152,7 +153,7 @@ BackwardLayoutFp8 backward_layout(const Spec& spec, const Plan& plan) {
     b.coefficients = pieces.take(n * 16);
     b.row_targets = pieces.take(n * 8);
     if (spec.temperature) b.row_temperatures = pieces.take(n * 4);
-    for (Expr* numbers : {&b.powers, &b.factors, &b.target_dz, &b.order, &b.row_scales}) *numbers = pieces.take(n * 4);
+    for (Expr* numbers : {&b.powers, &b.factors, &b.target_dz, &b.target_logits, &b.order, &b.row_scales}) *numbers = pieces.take(n * 4);
     const std::int64_t classes = multiple_above(spec.vocab_size, kFp8Quantum);  // tiles read scales to their ends
     for (Expr* numbers : {&b.class_scales, &b.class_largest}) *numbers = pieces.take(classes * 4);
     b.hidden_codes = pieces.take(n * code_pitch(spec));

@@ -22,8 +22,9 @@ struct Cut {
 /// ways. A function of Slot::retained_bytes, so that both passes agree.
 struct RetainedFp8 {
     Expr columns{0};
-    Expr pitch{0};         ///< bytes from one row of exponentials to the next
-    Expr powers{0};        ///< offset, and so are the next two; the largest number lies at 0
+    Expr pitch{0};   ///< bytes from one row of exponentials to the next
+    Expr powers{0};  ///< offset, and so are the next three; the largest number lies at 0
+    Expr target_logits{0};
     Expr exponentials{0};  ///< [N, pitch]
     Expr turned{0};        ///< [columns, token_positions]
     Expr most{0};          ///< most bytes that there is a use for
@@ -60,9 +61,10 @@ struct BackwardLayoutFp8 : BackwardLayout {
     ChunkPlaces kept_places;
     // Offsets, bytes.
     Expr largest{0};        ///< Fp8Largest
-    Expr powers{0};         ///< [N], and so are the next four
+    Expr powers{0};         ///< [N], and so are the next five
     Expr factors{0};        //
     Expr target_dz{0};      //
+    Expr target_logits{0};  //
     Expr order{0};          //
     Expr row_scales{0};     //
     Expr class_scales{0};   ///< [V], and so is the next one, where logits are made again

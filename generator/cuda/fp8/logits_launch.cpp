@@ -68,11 +68,28 @@ Statement logits_launch(const Spec& spec, LaunchBuilder<ForwardParams> launch, c
     return build_with_rows(std::move(full), spec, {slot(Slot::temperature)});
 }
 
-Statement no_targets_launch(const Spec& spec, const CudaSource& source, const LogitsAt& at) {
+Statement targets_launch(const Spec& spec, const CudaSource& source, const Expr& target_logits) {
+    using Params = Fp8TargetsParams;
+    LaunchBuilder<Params> launch(source.kernel(KernelRole::fp8_targets), warps_grid(slot(Slot::num_tokens)));
+    launch.set(&Params::hidden, slot(Slot::hidden))
+        .set(&Params::weight, slot(Slot::weight))
+        .set(&Params::bias, slot(Slot::bias))
+        .set(&Params::class_offset, slot(Slot::class_offset))
+        .set_targets(&Params::targets, spec, 0)
+        .set(&Params::temperature, slot(Slot::temperature))
+        .set(&Params::target_logits, target_logits)
+        .set_transform(&Params::transform, spec)
+        .set(&Params::rows, slot(Slot::num_tokens));
+    return launch.build();
+}
+
+Statement no_targets_launch(const Spec& spec, const CudaSource& source, const LogitsAt& at, const KeptLogits& kept) {
     using Params = Fp8NoTargetsParams;
     LaunchBuilder<Params> launch(source.kernel(KernelRole::fp8_no_targets), ceil_div(slot(Slot::num_tokens), kRowThreads));
     launch.set_targets(&Params::targets, spec, 0)
         .set(&Params::temperature, slot(Slot::temperature))
+        .set(&Params::target_logits, kept.from)
+        .set(&Params::retained_target_logits, kept.to)
         .set(&Params::exponentials, at.exponentials)
         .set(&Params::turned, at.turned)
         .set(&Params::pitch, at.pitch)

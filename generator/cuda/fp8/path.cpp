@@ -141,6 +141,7 @@ CudaSource source(const Spec& spec, const Device& device, const Plan& plan) {
     writer.rows(KernelRole::fp8_stale, "Fp8StaleParams");
     writer.rows(KernelRole::fp8_no_targets, "Fp8NoTargetsParams");
     writer.rows(KernelRole::fp8_rows, "Fp8RowsParams");
+    writer.rows(KernelRole::fp8_target_dz, "Fp8TargetDzParams");
     writer.rows(KernelRole::fp8_finish, "Fp8FinishParams");
     writer.rows(KernelRole::fp8_order, "Fp8OrderParams");
     writer.rows(KernelRole::fp8_target_rows, "Fp8TargetRowsParams");
