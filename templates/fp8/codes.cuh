@@ -233,7 +233,9 @@ struct TurnedRows {
             const bool there = rows[r] < p.rows && column < Problem::hidden_size;
             factors[r] = !there ? 0.f : kTokens ? p.factors[rows[r]] * factor : factor;
             in[r] = make_uint2(0u, 0u);
-            if (factors[r] != 0.f) in[r] = *reinterpret_cast<const uint2*>(from + static_cast<long long>(rows[r]) * Problem::hidden_size);
+            if (factors[r] == 0.f) continue;
+            // Inputs of the call, which may be read while codes of other rows are written.
+            in[r] = __ldg(reinterpret_cast<const uint2*>(from + static_cast<long long>(rows[r]) * Problem::hidden_size));
         }
 #pragma unroll
         for (int r = 0; r < 4; ++r) {

@@ -77,8 +77,8 @@ __device__ __forceinline__ void fp8_targets(const Fp8TargetsParams& p) {
     if (threadIdx.x % 32 == 0) p.target_logits[row] = logit;
 }
 
-/// A row's power: 0 where its logits are none that there are powers for.
-__device__ __forceinline__ float power_or_zero(float power) { return fabsf(power) < 0x1p20f ? power : 0.f; }
+/// A row's power: 0 where its logits are no numbers.
+__device__ __forceinline__ float power_or_zero(float power) { return fabsf(power) < infinity() ? power : 0.f; }
 
 template <class Problem>
 __device__ __forceinline__ void fp8_powers(const Fp8PowersParams& p) {

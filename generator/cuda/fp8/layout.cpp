@@ -26,8 +26,21 @@ Cut cut_columns(const Expr& first, const Expr& end, const Expr& most) {
     return {first, end, round_up(ceil_div(columns, max(count, 1)), kFp8Quantum), count};
 }
 
+/// Columns [first, end) in chunks of `width` columns, but for the last.
+Cut cut_chunks(const Expr& first, const Expr& end, const Expr& width) { return {first, end, width, ceil_div(end - first, width)}; }
+
 /// Whole quanta of columns, at least one.
 Expr whole_quanta(const Expr& columns) { return max(round_down(columns, kFp8Quantum), kFp8Quantum); }
+
+/// Columns of a chunk, of at most `most`, that make whole waves of grad_weight's tiles where there is one.
+Expr whole_waves(const Spec& spec, const Device& device, const Expr& most) {
+    constexpr std::int64_t kRows = std::int64_t{kClusterBlocks} * kGradientTile.block_m;
+    const std::int64_t across = (spec.hidden_size + kGradientTile.block_n - 1) / kGradientTile.block_n;
+    const std::int64_t clusters = device.gpu.sm_count / kClusterBlocks;
+    const Expr waves = floor_div(floor_div(most, kRows) * across, clusters);
+    const Expr width = floor_div(waves * clusters, across) * kRows;
+    return select(less(width, kFp8Quantum), most, whole_quanta(width));
+}
 
 /// Bytes of a chunk's column where logits are made again.
 Expr again_bytes(const Spec& spec) { return slot(Slot::num_tokens) + token_positions() + (code_pitch(spec) + spec.hidden_size); }
@@ -109,14 +122,14 @@ Expr has_free_gradient(const Spec& spec) { return spec.grad_weight_mode == GradM
 
 /// Chunks of the columns behind the retained ones: wide ones, at the end of grad_weight's memory while the rows there are not written, and
 /// the rest in scratch.
-void place_again(const Spec& spec, const Plan& plan, const Expr& scratch, BackwardLayoutFp8& b) {
+void place_again(const Spec& spec, const Device& device, const Plan& plan, const Expr& scratch, BackwardLayoutFp8& b) {
     constexpr std::int64_t kShare = 4;  // part of the memory that a chunk takes
     constexpr std::int64_t kAlignments = 8 * kWorkspaceAlignment;
     const Expr most = whole_quanta(plan.vocab_chunk);
     const std::int64_t row_bytes = grad_row_bytes(spec);
     const std::int64_t all_bytes = spec.vocab_size * row_bytes;
     Cut wide{.first = b.retained.columns, .end = spec.vocab_size};
-    wide.width = min(whole_quanta(floor_div(all_bytes / kShare, again_bytes(spec))), most);
+    wide.width = whole_waves(spec, device, min(whole_quanta(floor_div(all_bytes / kShare, again_bytes(spec))), most));
     const Expr begin = round_down(max(all_bytes - wide.width * again_bytes(spec) - kAlignments, 0), kWorkspaceAlignment);
     const Expr count = floor_div(max(floor_div(begin, row_bytes) - wide.first, 0), wide.width);
     wide.count = select(has_free_gradient(spec), count, 0);
@@ -126,7 +139,7 @@ void place_again(const Spec& spec, const Plan& plan, const Expr& scratch, Backwa
         b.again_places.push_back(chunk_places(spec, round_up(slot(Slot::grad_weight) + begin, kWorkspaceAlignment), wide.width));
     }
     const Expr fitting = floor_div(plan.scratch_bytes - reserve_bytes(spec), again_bytes(spec));
-    b.again.push_back(cut_columns(rest, spec.vocab_size, min(whole_quanta(fitting), most)));
+    b.again.push_back(cut_chunks(rest, spec.vocab_size, whole_waves(spec, device, min(whole_quanta(fitting), most))));
     b.again_places.push_back(chunk_places(spec, scratch, b.again.back().width));
 }
 
@@ -141,7 +154,7 @@ void place_kept(const Spec& spec, const Expr& scratch, const Expr& room, Backwar
 
 }  // namespace
 
-BackwardLayoutFp8 backward_layout(const Spec& spec, const Plan& plan) {
+BackwardLayoutFp8 backward_layout(const Spec& spec, const Device& device, const Plan& plan) {
     const Expr n = slot(Slot::num_tokens);
     BackwardLayoutFp8 b;
     b.retained = retained_layout(spec, plan);
@@ -162,7 +175,7 @@ BackwardLayoutFp8 backward_layout(const Spec& spec, const Plan& plan) {
     const Expr scratch = workspace_at(pieces.end());
     const Expr room = max(plan.scratch_bytes - reserve_bytes(spec), again_bytes(spec) * kFp8Quantum);
     place_kept(spec, scratch, room, b);
-    place_again(spec, plan, scratch, b);
+    place_again(spec, device, plan, scratch, b);
     b.total = pieces.end() + room;
     return b;
 }

@@ -73,7 +73,7 @@ struct BackwardLayoutFp8 : BackwardLayout {
     Expr hidden_turned{0};  ///< [D, token_positions]
     Expr sum{0};            ///< [N, D] fp32
 };
-[[nodiscard]] BackwardLayoutFp8 backward_layout(const Spec& spec, const Plan& plan);
+[[nodiscard]] BackwardLayoutFp8 backward_layout(const Spec& spec, const Device& device, const Plan& plan);
 
 /// CudaPath::least_scratch_bytes.
 [[nodiscard]] std::int64_t least_scratch_bytes(const Spec& spec, const Plan& plan);

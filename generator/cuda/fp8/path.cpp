@@ -98,7 +98,7 @@ Cost backward_cost(const Spec& spec, const Device& device, const Plan& plan, dou
 CudaProgram generate(const Spec& spec, const Device& device, const Plan& plan) {
     const CudaSource kernels = source(spec, device, plan);
     const ForwardLayoutFp8 forward = forward_layout(spec, plan);
-    const BackwardLayoutFp8 backward = backward_layout(spec, plan);
+    const BackwardLayoutFp8 backward = backward_layout(spec, device, plan);
     CudaProgram program = program_of(spec, kernels);
     program.forward = forward_program(spec, device, plan, kernels, forward);
     program.forward_workspace_bytes = forward.total;

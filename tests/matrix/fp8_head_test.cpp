@@ -1,0 +1,72 @@
+// An FP8 head on a GPU, against its truth: several stretches and chunks, parts that are retained, and rows whose logits are far above what is
+// known of them.
+#include <gtest/gtest.h>
+
+#include <string>
+#include <tuple>
+
+#include "generator/planner.hpp"
+#include "tests/support/kernel_run.hpp"
+#include "tests/support/number_formats.hpp"
+#include "tests/support/targets.hpp"
+
+namespace flce::test {
+namespace {
+
+constexpr std::int64_t kDepth = 136;
+constexpr std::int64_t kVocab = 2571;
+
+class Fp8Gpu : public testing::TestWithParam<const char*> {
+protected:
+    void SetUp() override {
+        FLCE_REQUIRE_TARGET(Target::gpu);
+        if (path_plans(spec(), device_of(Target::gpu), PlanPath::cuda_fp8).empty()) GTEST_SKIP() << "this GPU has no plan of cuda_fp8";
+    }
+    static Spec spec() { return parse_spec("D=136,V=2571,fp8" + std::string(GetParam())).normalized(); }
+    static std::shared_ptr<const Kernel> kernel() { return kernel_on(Target::gpu, spec()); }
+    /// A kernel with the least scratch and the narrowest chunks.
+    static std::shared_ptr<const Kernel> narrow_kernel() {
+        const Device device = device_of(Target::gpu);
+        Plan plan = choose_plan(spec(), device, {.scratch_bytes = smallest_scratch_bytes(spec(), device).value()});
+        plan.vocab_chunk = 384;
+        return kernel_on(Target::gpu, spec(), plan.text());
+    }
+    /// `row` of the weight becomes `factor` times hidden state `token`: that token's logit there is factor · |hidden|².
+    static void point_at(Problem& p, std::int64_t row, std::int64_t token, float factor) {
+        for (std::int64_t k = 0; k < kDepth; ++k) {
+            p.weight[static_cast<std::size_t>(row * kDepth + k)] =
+                rounded(factor * p.hidden[static_cast<std::size_t>(token * kDepth + k)], DType::bf16);
+        }
+    }
+};
+
+TEST_P(Fp8Gpu, AnyNumberOfTokens_WithinBounds) {
+    for (const std::int64_t n : {0, 1, 15, 127, 300})
+        EXPECT_TRUE(run_and_judge(kernel(), make_problem(spec(), {.num_tokens = n, .seed = 5}))) << n;
+}
+
+TEST_P(Fp8Gpu, SeveralStretchesAndChunks_WithinBounds) {
+    EXPECT_TRUE(run_and_judge(narrow_kernel(), make_problem(spec(), {.num_tokens = 200, .seed = 6})));
+}
+
+// Forward knows the first classes and the target when it chooses a row's power; classes behind them may be far above.
+TEST_P(Fp8Gpu, LogitsFarAboveTheFirst_WithinBounds) {
+    for (const float factor : {0.1F, 0.4F, 1.5F}) {  // some 14, 54 and 200 nats
+        Problem p = make_problem(spec(), {.num_tokens = 300, .seed = 7});
+        point_at(p, 1700, 3, factor);
+        point_at(p, kVocab - 1, 290, factor);
+        EXPECT_TRUE(run_and_judge(kernel(), p)) << factor;
+    }
+}
+
+TEST_P(Fp8Gpu, ManyTokensOfOneClass_WithinBounds) {
+    Problem p = make_problem(spec(), {.num_tokens = 300, .seed = 8});
+    for (std::size_t i = 0; i < 120; ++i) p.target[i * 2] = 77;
+    EXPECT_TRUE(run_and_judge(kernel(), p));
+}
+
+INSTANTIATE_TEST_SUITE_P(Specs, Fp8Gpu,
+                         testing::Values("", ",fp8_dlogits=e4m3", ",tied,temperature", ",bias,grad_weight_dtype=fp32", ",softcap=20"));
+
+}  // namespace
+}  // namespace flce::test
