@@ -1,6 +1,6 @@
 """An output layer in 8 bits on the CPU: a small language model trained with flce.Fp8, and the errors of its gradients.
 
-A model reads bytes of this repository's pages. It is trained twice from the same parameters on the same batches, with the layer's products
+A model reads bytes of this repository's licence. It is trained twice from the same parameters on the same batches, with the layer's products
 in bf16 and in 8 bits; losses must agree. Then the gradients of one batch in every form of 8 bits are compared with bf16's.
 
     python examples/fp8_head.py --steps 200
@@ -40,8 +40,8 @@ class Model(nn.Module):
 
 
 def batches(steps: int, size: int) -> list[Tensor]:
-    pages = sorted((Path(__file__).resolve().parent.parent / "docs").glob("*.md"))
-    text = torch.frombuffer(bytearray(b"\n".join(page.read_bytes() for page in pages)), dtype=torch.uint8).long()
+    licence = Path(__file__).resolve().parent.parent / "LICENSE"
+    text = torch.frombuffer(bytearray(licence.read_bytes()), dtype=torch.uint8).long()
     draw = torch.Generator().manual_seed(1)
     starts = torch.randint(0, len(text) - LENGTH, (steps, size), generator=draw)
     return [torch.stack([text[start : start + LENGTH] for start in of_batch]) for of_batch in starts]
