@@ -1,5 +1,5 @@
-// An FP8 head on a GPU, against its truth: several stretches and chunks, parts that are retained, and rows whose logits are far above what is
-// known of them.
+// An FP8 head on a GPU, against its truth: several stretches and chunks, parts that are retained, and rows whose logits are far above what
+// is known of them.
 #include <gtest/gtest.h>
 
 #include <string>
