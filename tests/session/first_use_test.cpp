@@ -139,14 +139,14 @@ TEST_F(FirstUseTest, ComparedByHand_AFaultStaysUntilItsOwnLayerAgrees) {
     environment_.cache_dir = directory_.path();
     std::string why;
     std::vector<PathCheck> checks = check_paths(other_, environment_, machine_.backends(), &why);
-    ASSERT_EQ(checks.size(), 4U);
+    ASSERT_EQ(checks.size(), 5U);
     EXPECT_EQ(checks[0].path, "cuda_sm80");
     EXPECT_EQ(checks[0].skipped + checks[0].fault, "");
     EXPECT_EQ(checks[0].other_fault, spec_.normalized().text());
     std::string skipped;
     for (const PathCheck& check : checks) skipped += check.skipped + "\n";
     EXPECT_THAT(skipped, HasSubstr("cuda_sm90a")) << "a path that cannot run there";
-    EXPECT_THAT(skipped, HasSubstr("cuda_gather")) << "a path of other layers";
+    EXPECT_THAT(skipped, AllOf(HasSubstr("cuda_gather"), HasSubstr("cuda_fp8"))) << "paths of other layers";
     EXPECT_THROW((void)session_on("a100").get_kernel(spec_), DeviceError);
     checks = check_paths(spec_, environment_, machine_.backends(), &why);
     EXPECT_EQ(checks[0].fault + checks[0].other_fault, "");
@@ -165,9 +165,9 @@ TEST_F(FirstUseTest, ComparedByHandOnTwoGpus_TheIllOneCounts) {
         };
         std::string why;
         const auto checks = check_paths(spec_, environment_, machine_.backends(), &why);
-        ASSERT_EQ(checks.size(), 8U);
-        EXPECT_NE(checks[static_cast<std::size_t>(4 * ill)].fault, "");
-        EXPECT_EQ(checks[static_cast<std::size_t>(4 - 4 * ill)].fault, "");
+        ASSERT_EQ(checks.size(), 10U);
+        EXPECT_NE(checks[static_cast<std::size_t>(5 * ill)].fault, "");
+        EXPECT_EQ(checks[static_cast<std::size_t>(5 - 5 * ill)].fault, "");
         machine_.compare = nullptr;
         EXPECT_THROW((void)session_on("a100", {.cache_dir = directory.path()}).get_kernel(spec_), DeviceError) << ill;
     }
