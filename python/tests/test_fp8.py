@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +22,8 @@ FORMS = [flce.Fp8(logits, dlogits) for logits in ("int8", "e4m3") for dlogits in
 CLASSES, HIDDEN, TOKENS = 501, 64, 90
 # Gradients in a dtype are rounded once, and codes near a tie may be either one.
 BOUND = {torch.float32: 5e-4, torch.bfloat16: 4e-3, torch.float16: 1e-3}
+# A GPU's sums of logits in e4m3: additions are cut off at 2^-13, and codes follow (docs/numerics.md).
+CUT_OFF_LOSS, CUT_OFF_GRADIENT = 2**-13 * (8 + 3 * math.sqrt(HIDDEN)), 2e-2
 
 
 @pytest.fixture(autouse=True)
@@ -41,10 +44,10 @@ def tensors(device: str, dtype: torch.dtype = torch.bfloat16, confident: bool = 
     return hidden.to(device, dtype).requires_grad_(), nn.Parameter(weight.to(device, dtype)), target.to(device)
 
 
-def check(loss: Tensor, hidden: Tensor, weight: Tensor, expected: Truth, bias: Tensor | None = None) -> None:
-    assert error(loss, expected.loss) < 1e-5
+def check(loss: Tensor, hidden: Tensor, weight: Tensor, expected: Truth, bias: Tensor | None = None, cut_off: bool = False) -> None:
+    assert error(loss, expected.loss) < (CUT_OFF_LOSS if cut_off else 1e-5)
     loss.backward()
-    bound = BOUND[hidden.dtype]
+    bound = BOUND[hidden.dtype] + (CUT_OFF_GRADIENT if cut_off else 0)
     assert error(hidden.grad, expected.grad_hidden) < bound  # type: ignore[arg-type]
     assert error(weight.grad, expected.grad_weight) < bound  # type: ignore[arg-type]
     if bias is not None:
@@ -57,7 +60,9 @@ def test_a_loss_is_that_of_the_definition(fp8: flce.Fp8, dtype: torch.dtype, dev
     if device != "cpu" and dtype != torch.bfloat16:
         pytest.skip("a GPU's are of bf16")
     hidden, weight, target = tensors(device, dtype)
-    check(flce.linear_cross_entropy(hidden, weight, target, fp8=fp8), hidden, weight, truth_of(hidden, weight, target, fp8))
+    expected = truth_of(hidden, weight, target, fp8)
+    cut_off = device != "cpu" and fp8.logits == "e4m3"
+    check(flce.linear_cross_entropy(hidden, weight, target, fp8=fp8), hidden, weight, expected, cut_off=cut_off)
 
 
 @pytest.mark.parametrize(

@@ -90,6 +90,7 @@ struct Row {
     double k = 0;
     double r = 0, r_error = 0;
     double label_gradient = 0, label_error = 0;
+    double logit_size = 0;  ///< Fp8Truth::logit_sizes
     Codes hidden;
     std::vector<double> e, e_doubt, e_ties;  ///< [V]: exponentials as codes have them, how far off they may be, and that by ties
     std::vector<double> h, h_doubt, h_ties;  ///< [D]: hidden states as operands of grad_weight
@@ -116,6 +117,7 @@ public:
         find_powers();
         for (Row& row : rows_) {
             if (row.valid) set_hidden(row);
+            out_.logit_sizes.push_back(row.logit_size);
         }
         out_.grad_hidden.assign(static_cast<std::size_t>(n * spec_.hidden_size), 0.0);
         out_.grad_weight.assign(static_cast<std::size_t>(v * spec_.hidden_size), 0.0);
@@ -169,13 +171,16 @@ private:
 
     void set_exponential(std::int64_t i, std::int64_t j, Row& row) const {
         double sum = 0;
+        double sizes = 0;
         double squares = 0;
         for (std::int64_t k = 0; k < spec_.hidden_size; ++k) {
             const double product = row.hidden.codes[k] * weight_[j].codes[k];
             sum += product;
+            sizes += std::fabs(product);
             squares += product * product;
         }
         const double scale = double(row.hidden.scale) * double(weight_[j].scale);
+        row.logit_size = std::max(row.logit_size, sizes * scale * std::fabs(spec_.logit_scale) / layer_.temperature_of(i));
         const double bias = layer_.bias != nullptr ? double(layer_.bias[j]) : 0;
         const double offset = layer_.offset_of(i, j);
         const double x = sum * scale + bias;
@@ -425,11 +430,21 @@ struct Dequantised {
 
 namespace {
 
-/// Budgets of outputs where additions to the logits' sums have an error `factor` times fp32's.
-Reference with_sums(Reference reference, double factor) {
+/// Budgets of outputs, with the error of logits whose products tensor cores add: each addition is cut off at `roundoff` of the largest
+/// addend, towards 0, so that errors of products of one sign are alike. `sizes`: Fp8Truth::logit_sizes.
+Reference with_sums(Reference reference, const std::vector<double>& sizes, double roundoff, std::int64_t length) {
     Budgets& b = reference.budgets;
-    for (auto* budgets : {&b.loss, &b.z_loss, &b.lse, &b.logprobs, &b.entropy, &b.log_sum_sq_probs, &b.logit}) {
-        for (Budget& each : *budgets) each = {each.floor * factor, each.limit * factor, each.alike * factor};
+    for (std::size_t i = 0; i < b.lse.size(); ++i) {
+        const double limit = roundoff * (8 + 3 * std::sqrt(double(length))) * sizes[i];
+        if (!(b.lse[i].limit > 0) || !(b.lse[i].floor > 0)) continue;
+        const double more = 1 + 2 * limit / b.lse[i].limit;  // log-probabilities have it twice
+        const double more_expected = 1 + limit / 4 / b.lse[i].floor;
+        for (auto* budgets : {&b.loss, &b.z_loss, &b.lse, &b.logprobs, &b.log_sum_sq_probs}) {
+            if (i >= budgets->size()) continue;
+            Budget& each = (*budgets)[i];
+            const double floor = each.floor * more_expected;
+            each = {floor, each.limit * more, each.alike + floor - each.floor};
+        }
     }
     return reference;
 }
@@ -449,10 +464,12 @@ std::string fp8_failures(const Problem& problem, const KernelOutputs& got, const
     outputs.grad_hidden.clear();
     outputs.grad_weight.clear();
     outputs.grad_bias.clear();
-    const double sums = problem.spec.fp8 == Fp8Operands::int8 ? 1 : tolerance.sum_roundoff / kU;  // integers' are exact
-    const Reference yardstick = with_sums(reference(plain.problem, all), sums);
-    std::string text = failures(judge(plain.problem, all, outputs, plain.truth(all), yardstick));
     const Fp8Truth truth = fp8_truth(problem, lse, logprobs, tolerance);
+    Reference yardstick = reference(plain.problem, all);
+    if (tolerance.sum_roundoff > kU && problem.spec.fp8 == Fp8Operands::e4m3) {  // integers' sums are exact
+        yardstick = with_sums(std::move(yardstick), truth.logit_sizes, tolerance.sum_roundoff, problem.spec.hidden_size);
+    }
+    std::string text = failures(judge(plain.problem, all, outputs, plain.truth(all), yardstick));
     // Sums of products of tensor cores are far from fp32's.
     const double cap =
         gradient_error_cap(problem.spec.dtype) + (problem.spec.dtype == DType::fp32 ? 2e-5 : 0) + (tolerance.sum_roundoff > kU ? 2e-2 : 0);

@@ -25,6 +25,7 @@ struct Fp8Tolerance {
 struct Fp8Truth {
     std::vector<double> grad_hidden, grad_weight, grad_bias;
     std::vector<double> hidden_limit, weight_limit, bias_limit;
+    std::vector<double> logit_sizes;                         ///< [N]: the most that |products| of a logit of the token add up to
     double hidden_ties = 0, weight_ties = 0, bias_ties = 0;  ///< Euclidean norms of the limits' part by codes that are near a tie
 };
 /// `lse`, `logprobs` (with dft): what forward has written, which backward reads.
