@@ -107,7 +107,7 @@ def contenders(layer: Layer) -> dict[str, Callable[[], Step]]:
 
 
 def error_of(gradients: tuple[Tensor, Tensor], layer: Layer) -> float:
-    """Of grad_hidden of some tokens, to fp64."""
+    """Error of grad_hidden of some tokens, to fp64."""
     few = layer.hidden.detach()[:CHECKED].double().requires_grad_()
     loss = F.cross_entropy(few @ layer.weight.detach().double().t(), layer.target[:CHECKED], reduction="sum") / layer.target.numel()
     (right,) = torch.autograd.grad(loss, (few,))

@@ -37,7 +37,7 @@ NUDGES = ("", " nudged", " nudged again")
 RUNS = {form + nudge: (fp8, at) for form, fp8 in FORMS.items() for at, nudge in enumerate(NUDGES)}
 DEFAULT = "bf16,bf16 nudged,bf16 nudged again,int8 e5m2,int8 e5m2 nudged,int8 e4m3"
 NUDGE = 1e-3
-WIDTH = 18  # of a column
+WIDTH = 18  # characters of a column
 EVERY = 20  # steps whose mean loss is a point of a curve
 BYTES = 256
 
