@@ -1,7 +1,7 @@
 """An output layer in 8 bits on the CPU: a small language model trained with flce.Fp8, and the errors of its gradients.
 
-A model reads bytes of this repository's licence. It is trained twice from the same parameters on the same batches, with the layer's products
-in bf16 and in 8 bits; losses must agree. Then the gradients of one batch in every form of 8 bits are compared with bf16's.
+A model reads bytes of this repository's licence. It is trained twice from the same parameters on the same batches, with the layer's
+products in bf16 and in 8 bits; losses must agree. Then the gradients of one batch in every form of 8 bits are compared with bf16's.
 
     python examples/fp8_head.py --steps 200
 """

@@ -142,8 +142,8 @@ private:
         }
     }
 
-    /// Each row's largest logit of the tile, in all four of its lanes, is written. Returns whether a row of the warp is far above its power:
-    /// then the sums are written as well, anew, with the largest logits as references.
+    /// Each row's largest logit of the tile, in all four of its lanes, is written. Returns whether a row of the warp is far above its
+    /// power: then the sums are written as well, anew, with the largest logits as references.
     __device__ __forceinline__ bool write_largest(const Logits& z, const OfRows& powers) const {
         OfRows largest;
         bool far = false;

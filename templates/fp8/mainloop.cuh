@@ -1,5 +1,5 @@
-// The main loop of 8-bit operands, C[m, n] = Σ_k A[m, k]·B[n, k], both contiguous along k: the ring, clusters and turns of sm90/mainloop.cuh.
-// A slice of 128 bytes is 128 deep.
+// The main loop of 8-bit operands, C[m, n] = Σ_k A[m, k]·B[n, k], both contiguous along k: the ring, clusters and turns of
+// sm90/mainloop.cuh. A slice of 128 bytes is 128 deep.
 #pragma once
 
 #include "flce/fp8/params.cuh"
