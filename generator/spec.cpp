@@ -189,7 +189,12 @@ void check_fp8(const Spec& s) {
         return;
     }
     const auto without = [](std::string_view option) { return fmt::format("{} with fp8; leave fp8 out", option); };
-    if (rounds_weight(s)) refuse("weight_dtype", weight_text(s), without("the dtype"));
+    if (is_quantized(s)) refuse("weight_dtype", weight_text(s), "left out with fp8, which rounds numbers; leave fp8 out for codes");
+    if (rounds_weight(s)) {
+        refuse("weight_dtype", weight_text(s),
+               fmt::format("{} as hidden is, with fp8 (a weight of float32 under autocast: give it in hidden's dtype); or leave fp8 out",
+                           to_string(s.dtype)));
+    }
     if (s.layout != WeightLayout::vocab_major) refuse("layout", to_string(s.layout), without("vocab_major"));
     if (is_shard(s)) refuse("whole_vocab_size", s.whole_vocab_size, without("0 (the layer is whole)"));
     if (s.hidden_size > kMostInt8Depth && s.fp8 == Fp8Operands::int8) {

@@ -27,6 +27,7 @@ std::string entry_value(const std::string& key, const json& value) {
             if (!value.is_boolean()) refuse("true or false");
             break;
         case SpecKeyKind::word:
+            if (value.is_boolean() && value.get<bool>() && !bare_value(key).empty()) return std::string(bare_value(key));
             if (!value.is_string()) refuse("a string");
             return value.get<std::string>();
         case SpecKeyKind::words: {

@@ -274,3 +274,21 @@ def test_a_weight_over_ranks_is_refused(device: str, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(_parallel, "asked", lambda **ranks: ranks)
     with pytest.raises(errors.ArgumentError, match="fp8 is given with process_group"):
         flce.linear_cross_entropy(hidden, weight, target, process_group=object(), fp8=flce.Fp8())
+
+
+@pytest.mark.parametrize("fp8", [flce.Fp8(), flce.Fp8("e4m3", "e4m3")], ids=["int8", "e4m3"])
+def test_a_row_of_enormous_logits_has_a_loss_and_no_gradient(fp8: flce.Fp8) -> None:
+    hidden = torch.zeros(1, 8)
+    hidden[0, 0] = 2.0**24
+    weight = torch.zeros(3, 8)
+    weight[1, 0] = weight[1, 1] = weight[0, 2] = 1.0
+    hidden.requires_grad_()
+    loss = flce.linear_cross_entropy(hidden, weight, torch.tensor([0]), fp8=fp8)
+    loss.backward()
+    assert abs(float(loss.detach()) - 2.0**24) <= 2.0 and hidden.grad is not None and hidden.grad.isnan().any()
+
+
+def test_a_weight_in_another_dtype_is_named_with_what_to_do() -> None:
+    hidden, weight = torch.randn(5, 64).bfloat16(), torch.randn(50, 64)
+    with pytest.raises(flce.SpecError, match="as hidden is, with fp8.*give it in hidden's dtype"):
+        flce.linear_cross_entropy(hidden, weight, torch.zeros(5, dtype=torch.int64), fp8=flce.Fp8())

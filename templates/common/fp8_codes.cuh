@@ -109,8 +109,11 @@ FLCE_HOST_DEVICE float exponent_of_reference(float logit, bool e4m3) { return fl
 /// z·log2 e − k, of which E is a power of two.
 FLCE_HOST_DEVICE float power_of_logit(float logit, float exponent) { return fmaf(logit, log2_e(), -exponent); }
 /// r with dz = r · E, E the exponentials above k. `a`: the row's factor of probabilities (RowCoefficients::a, times the slope that all of
-/// its logits have).
-FLCE_HOST_DEVICE float row_factor(float a, float exponent, float lse) { return a * exp2f(-power_of_logit(lse, exponent)); }
+/// its logits have). NaN where lse is so large that fp32 has no integers beside it, and exponentials above k could be any number.
+FLCE_HOST_DEVICE float row_factor(float a, float exponent, float lse) {
+    if (!(fabsf(lse) < 0x1p23f)) return float_of(0x7fc00000U);
+    return a * exp2f(-power_of_logit(lse, exponent));
+}
 
 /// Largest m with largest · 2^m ≤ 448, so that numbers up to `largest` use e4m3's range; from −120 to 120. 0 for 0, and for what is not
 /// finite.

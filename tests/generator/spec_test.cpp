@@ -354,6 +354,8 @@ TEST(Spec, Fp8_IsInt8WhereItStandsAlone) {
     EXPECT_EQ(spec.fp8, Fp8Operands::int8);
     EXPECT_EQ(spec.fp8_dlogits, Fp8Dlogits::e5m2);
     EXPECT_FALSE(rounds_weight(spec)) << "the weight in memory has the dtype's numbers";
+    EXPECT_EQ(parse_spec_json(R"({"D":64,"V":50,"fp8":true})"), spec) << "as the bare key of a text";
+    EXPECT_THROW((void)parse_spec_json(R"({"D":64,"V":50,"fp8":false})"), SpecError);
     const Spec e4m3 = parse_spec("D=64,V=50,fp8=e4m3,fp8_dlogits=e4m3,outputs=loss+lse");
     EXPECT_EQ(e4m3.text(), "D=64,V=50,dtype=bf16,fp8=e4m3,fp8_dlogits=e4m3,outputs=loss+lse");
     EXPECT_EQ(parse_spec(e4m3.json()), e4m3);
