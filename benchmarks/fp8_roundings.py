@@ -1,10 +1,11 @@
-"""Which of an FP8 head's roundings a training run notices: fp8_training.py's model with some at a time, made by torch on whole logits.
+"""Roundings of an FP8 head, and which a training run notices: fp8_training.py's model with some at a time, by torch on whole logits.
 
     python3 benchmarks/fp8_roundings.py [--runs exact,int8,E e5m2,…] [--steps 1500] [--out FILE.json]
 
 A run's name lists its roundings: `int8` of the logits' operands by rows, `e5m2` and `e4m3` of exponentials, `w8` of the weight in
-grad_hidden, `h8` of scaled hidden states in grad_weight, `reference` for exponents of the first 1,536 classes and the target in the place of lse, `zero`
-for a target's gradient that is minus the sum of the others. `exact` has none. The first run is what the others' distances are from.
+grad_hidden, `h8` of scaled hidden states in grad_weight, `reference` for exponents of the first 1,536 classes and the target in the place
+of lse, `zero` for a target's gradient that is minus the sum of the others. `exact` has none. The first run is what the others' distances
+are from.
 """
 
 from __future__ import annotations

@@ -13,9 +13,9 @@ RetainedMemory::RetainedMemory(const Kernel& kernel, std::int64_t num_tokens, co
     } else if (choice == "grad_weight") {
         retained_ = {.bytes = kernel.retained_bytes(num_tokens, RetainedPlace::grad_weight), .place = RetainedPlace::grad_weight};
         if (retained_.bytes == 0 && num_tokens > 0) {
-            throw UsageError(
-                fmt::format("--retain grad_weight: {} cannot use that memory (it has to be written, not accumulated into, vocab_major, without fp8)",
-                            kernel.plan().text()));
+            throw UsageError(fmt::format(
+                "--retain grad_weight: {} cannot use that memory (it has to be written, not accumulated into, vocab_major, without fp8)",
+                kernel.plan().text()));
         }
     } else if (choice != "none") {
         retained_.bytes = kernel.retained_bytes(num_tokens);
