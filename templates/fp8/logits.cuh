@@ -203,8 +203,8 @@ private:
         if (row_of_lane() < p.rows) *partial_at(field) = of_lane(numbers);
     }
 
-    /// Adds up exponentials, and stores the codes of those that are to be kept. A thread has 16 columns of each group of classes, which lie
-    /// side by side, and a word of four tokens of each column.
+    /// Adds a tile's exponentials to the rows' sums, and stores the codes of the columns before p.stored. A thread's 16 columns of a group
+    /// of classes lie side by side in a row, and its four tokens of a column in a word.
     __device__ __forceinline__ void store(const Logits& z, const OfRows& powers, OfRows& sums) {
         if (walk.n >= p.stored) {
             add_groups<false>(z, powers, sums, 0u);

@@ -63,8 +63,8 @@ struct Fp8TurnParams {
     int unused;
 };
 
-/// Logits of a launch's rows and columns. Fields of ForwardParams are the call's; partials are those of the launch's tiles. target_logits
-/// of targets among the columns are written where products are of e4m3, whose sums only tensor cores have.
+/// Logits of a launch's rows and columns. Fields of ForwardParams are the call's; partials are those of the launch's tiles. Where operands
+/// are in e4m3 the kernel writes target_logits of the targets among its columns: no other instruction rounds sums as tensor cores do.
 struct Fp8LogitsParams : ForwardParams {
     TensorMap hidden_map;
     TensorMap weight_map;  ///< codes of the launch's columns

@@ -86,7 +86,7 @@ TEST_P(CpuFp8, AnySubsetOfGradients_TheSameBits) {
 
 INSTANTIATE_TEST_SUITE_P(Isa, CpuFp8, testing::ValuesIn(isa_levels()), isa_name);
 
-// No copy of the weight in 8 bits, nor of hidden states.
+// The bound holds with fp8: the CPU backend copies neither the weight nor hidden states to 8 bits as a whole.
 TEST(CpuFp8Layout, AnyNumberOfTokens_StaysWithinTheBound) {
     const IsaLevel isa{"x86-64-v4", {}, 12, 32};
     Plan plan = tiny_plan(isa);
