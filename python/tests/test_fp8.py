@@ -292,3 +292,9 @@ def test_a_weight_in_another_dtype_is_named_with_what_to_do() -> None:
     hidden, weight = torch.randn(5, 64).bfloat16(), torch.randn(50, 64)
     with pytest.raises(flce.SpecError, match=r"as hidden is, with fp8.*give it in hidden's dtype"):
         flce.linear_cross_entropy(hidden, weight, torch.zeros(5, dtype=torch.int64), fp8=flce.Fp8())
+
+
+def test_memory_of_the_weights_gradient_is_refused() -> None:
+    hidden, weight = torch.randn(5, 64, requires_grad=True), torch.randn(50, 64, requires_grad=True)
+    with pytest.raises(flce.ArgumentError, match="retain_in_grad_weight is True with fp8"):
+        flce.linear_cross_entropy(hidden, weight, torch.zeros(5, dtype=torch.int64), fp8=flce.Fp8(), retain_in_grad_weight=True)
