@@ -43,7 +43,7 @@ def named_ways() -> set[str]:
         text = page.read_text(encoding="utf-8")
         if page.name != "CONTRIBUTING.md":
             found |= {f"make {target}" for target in re.findall(r"(?:^    |`)make ([a-z0-9-]+)", text, re.MULTILINE)}
-            found |= set(re.findall(r"`(examples/[a-z_]+(?:\.py)?)", text))
+            found |= set(re.findall(r"`(examples/[a-z0-9_]+(?:\.py)?)", text))
             code = "\n".join(block.text for block in blocks(page))
             found |= set(re.findall(r'pip install "?\.(?:\[[a-z]+\])?|python -m build\b|find_package\(flce|FROM python\b', code))
     return found
