@@ -196,7 +196,6 @@ void check_fp8(const Spec& s) {
                            to_string(s.dtype)));
     }
     if (s.layout != WeightLayout::vocab_major) refuse("layout", to_string(s.layout), without("vocab_major"));
-    if (is_shard(s)) refuse("whole_vocab_size", s.whole_vocab_size, without("0 (the layer is whole)"));
     if (s.hidden_size > kMostInt8Depth && s.fp8 == Fp8Operands::int8) {
         refuse("hidden_size (D)", s.hidden_size, fmt::format("at most {} with fp8=int8, whose sums are int32", kMostInt8Depth));
     }

@@ -68,6 +68,12 @@ __device__ __forceinline__ int token_at(int position) {
     return position / 128 * 128 + byte / 2 * 64 + position % 128 / 32 * 16 + byte % 2 * 8 + position % 32 / 4;
 }
 
+/// Whether a row's target, as load_target has it, is a class of the call's weight. In a shard another rank may have it.
+template <class Problem>
+__device__ __forceinline__ bool has_class(int target) {
+    return target >= 0 && !(Problem::shard && target == kElsewhere);
+}
+
 /// The power of two that a matrix is multiplied with for e4m3, of its largest number's bits.
 __device__ __forceinline__ float fp8_factor(unsigned largest) { return fp8::power_of_two(fp8::e4m3_power(fp8::float_of(largest))); }
 

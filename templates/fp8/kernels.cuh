@@ -2,6 +2,7 @@
 #pragma once
 
 #include "flce/common/row_kernels.cuh"
+#include "flce/common/shard_kernels.cuh"
 #include "flce/fp8/gradients.cuh"
 #include "flce/fp8/logits.cuh"
 #include "flce/fp8/rows.cuh"

@@ -69,7 +69,7 @@ __device__ __forceinline__ void fp8_targets(const Fp8TargetsParams& p) {
     if (row >= p.rows) return;
     const int target = load_target<Problem>(p.targets, p.temperature, row);
     float logit = 0.f;
-    if (target >= 0) {
+    if (has_class<Problem>(target)) {
         const Bf16* const hidden = static_cast<const Bf16*>(p.hidden) + static_cast<long long>(row) * Problem::hidden_size;
         const float product = product_of_class<Problem>(p, row, target, largest_of_row<Problem>(hidden));
         logit = logit_of_product<Problem>(p, product, target, Problem::temperature ? p.temperature[row] : 1.f);
@@ -79,15 +79,22 @@ __device__ __forceinline__ void fp8_targets(const Fp8TargetsParams& p) {
 
 /// A row's power: 0 where its logits are no numbers.
 __device__ __forceinline__ float power_or_zero(float power) { return fabsf(power) < infinity() ? power : 0.f; }
+/// Power of a shard's row without its target, where the first classes are ruled out. Any logit lies far above, so that fp8_stale gives the
+/// row another one. Without a logit the row's factor is 0.
+__device__ constexpr float power_of_none() { return -0x1p24f; }
 
 template <class Problem>
 __device__ __forceinline__ void fp8_powers(const Fp8PowersParams& p) {
     const int row = static_cast<int>(blockIdx.x * kRowThreads + threadIdx.x);
     if (row >= p.rows) return;
-    const bool there = load_target<Problem>(p.targets, p.temperature, row) >= 0;
+    const int target = load_target<Problem>(p.targets, p.temperature, row);
+    const bool there = target >= 0;
     float largest = there ? p.target_logits[row] : 0.f;
+    if (Problem::shard && target == kElsewhere) largest = -infinity();
     for (int split = 0; there && split < p.splits; ++split) largest = fmaxf(largest, p.partials[split * 2 * p.partial_rows + row]);
-    p.powers[row] = there ? power_or_zero(fp8::exponent_of_reference(largest, !Problem::e5m2_dlogits)) : 0.f;
+    float power = there ? power_or_zero(fp8::exponent_of_reference(largest, !Problem::e5m2_dlogits)) : 0.f;
+    if (Problem::shard && largest <= lowest_logit()) power = power_of_none();
+    p.powers[row] = power;
 }
 
 /// Eight threads have a row.
@@ -167,7 +174,7 @@ __device__ __forceinline__ void fp8_target_dz(const Fp8TargetDzParams& p) {
     if (row >= p.rows) return;
     const RowTarget target = static_cast<const RowTarget*>(p.row_targets)[row];
     float dz = 0.f;
-    if (target.target >= 0) {
+    if (has_class<Problem>(target.target)) {
         const float4 k = static_cast<const float4*>(p.coefficients)[row];
         const float logit = p.target_logits[row];
         dz = (::expf(logit - target.lse) * k.x - k.z) * p.derivative;
@@ -178,12 +185,47 @@ __device__ __forceinline__ void fp8_target_dz(const Fp8TargetDzParams& p) {
     p.target_dz[row] = dz;
 }
 
-/// A warp has a row.
-template <class Problem>
-__device__ __forceinline__ void fp8_finish(const Fp8FinishParams& p) {
+/// Eight numbers of grad_hidden.
+__device__ __forceinline__ void store_eight(Bf16* to, const float (&x)[8]) {
     using N = Numeric<Bf16>;
-    const int row = row_of_warp();
-    if (row >= p.rows) return;
+    const unsigned words[4] = {N::pack(x[0], x[1]), N::pack(x[2], x[3]), N::pack(x[4], x[5]), N::pack(x[6], x[7])};
+    ptx::st_global_v4(to, words);
+}
+__device__ __forceinline__ void store_eight(float* to, const float (&x)[8]) {
+    *reinterpret_cast<float4*>(to) = make_float4(x[0], x[1], x[2], x[3]);
+    *reinterpret_cast<float4*>(to + 4) = make_float4(x[4], x[5], x[6], x[7]);
+}
+
+/// A shard's part of grad_hidden, for a warp. A target that another shard has adds nothing.
+template <class Problem>
+__device__ __forceinline__ void finish_part(const Fp8FinishParams& p, int row) {
+    using N = Numeric<Bf16>;
+    const int target = static_cast<const RowTarget*>(p.row_targets)[row].target;
+    const bool here = has_class<Problem>(target);
+    const float dz = p.target_dz[row];
+    const long long at = static_cast<long long>(row) * Problem::hidden_size;
+    const Bf16* const weight = static_cast<const Bf16*>(p.weight) + static_cast<long long>(here ? target : 0) * Problem::hidden_size;
+    for (int k = static_cast<int>(threadIdx.x) % 32 * 8; k < Problem::hidden_size; k += 256) {
+        float out[8] = {};
+        if (target >= 0) {
+            const float4 first = *reinterpret_cast<const float4*>(p.sum + at + k);
+            const float4 second = *reinterpret_cast<const float4*>(p.sum + at + k + 4);
+            const float sums[8] = {first.x, first.y, first.z, first.w, second.x, second.y, second.z, second.w};
+            unsigned w[4] = {0u, 0u, 0u, 0u};
+            if (here) ptx::ld_global_v4(w, weight + k);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                out[2 * i] = __fmaf_rn(dz, N::first(w[i]), sums[2 * i]);
+                out[2 * i + 1] = __fmaf_rn(dz, N::second(w[i]), sums[2 * i + 1]);
+            }
+        }
+        store_eight(static_cast<GradHiddenOf<Problem>*>(p.grad_hidden) + at + k, out);
+    }
+}
+
+template <class Problem>
+__device__ __forceinline__ void finish_row(const Fp8FinishParams& p, int row) {
+    using N = Numeric<Bf16>;
     const int target = static_cast<const RowTarget*>(p.row_targets)[row].target;
     const long long at = static_cast<long long>(row) * Problem::hidden_size;
     const float dz = p.target_dz[row];
@@ -201,6 +243,18 @@ __device__ __forceinline__ void fp8_finish(const Fp8FinishParams& p) {
             out[3] = N::pack(__fmaf_rn(dz, N::first(w[3]), second.z), __fmaf_rn(dz, N::second(w[3]), second.w));
         }
         ptx::st_global_v4(static_cast<Bf16*>(p.grad_hidden) + at + k, out);
+    }
+}
+
+/// A warp has a row.
+template <class Problem>
+__device__ __forceinline__ void fp8_finish(const Fp8FinishParams& p) {
+    const int row = row_of_warp();
+    if (row >= p.rows) return;
+    if constexpr (Problem::shard) {
+        finish_part<Problem>(p, row);
+    } else {
+        finish_row<Problem>(p, row);
     }
 }
 

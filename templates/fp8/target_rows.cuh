@@ -82,7 +82,7 @@ __device__ __forceinline__ void fp8_target_rows(const Fp8TargetRowsParams& p) {
     if (place >= p.rows) return;
     const auto target_at = [&](int at) { return static_cast<const RowTarget*>(p.row_targets)[p.order[at]].target; };
     const int target = target_at(place);
-    if (target < 0 || (place > 0 && target_at(place - 1) == target)) return;
+    if (!has_class<Problem>(target) || (place > 0 && target_at(place - 1) == target)) return;
     if (Problem::bias && p.grad_bias != nullptr && blockIdx.y == 0) {
         Out* const out = static_cast<Out*>(p.grad_bias) + target;
         float sum = to_float(*out);

@@ -333,6 +333,11 @@ INSTANTIATE_TEST_SUITE_P(
                                      Variant{"Offset", "D=2048,V=50257,fp8,class_offset", true, Level::nightly},
                                      Variant{"BiasOffset", "D=2048,V=50257,fp8,bias,class_offset,temperature,logit_scale=0.5", true,
                                              Level::nightly},
+                                     Variant{"Shard", "D=2048,V=75968,whole_vocab_size=151936,fp8", false, Level::quick},
+                                     Variant{"ShardInFp32",
+                                             "D=200,V=1001,whole_vocab_size=2001,fp8=e4m3,fp8_dlogits=e4m3,bias,class_weight,class_offset,"
+                                             "temperature,grad_hidden_dtype=fp32,outputs=loss+lse+logprobs",
+                                             true},
                                      Variant{"Everything",
                                              "D=200,V=1001,fp8,bias,class_weight,z_loss=0.001,softcap=30,logit_scale=0.5,temperature,"
                                              "token_weight,grad_weight_mode=accumulate,outputs=loss+lse+logprobs",

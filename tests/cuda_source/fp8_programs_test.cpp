@@ -27,6 +27,7 @@ struct Case {
     std::int64_t tokens;
     double kept = 0;  ///< part of the most bytes
     std::int64_t scratch = 64 << 20;
+    std::int64_t columns = -1;  ///< classes of a shard's call; −1: the spec's
 };
 
 struct Range {
@@ -48,19 +49,33 @@ protected:
 
     CallSlots call() {
         CallSlots made = test::made_up_call(of.tokens, {});
+        if (is_shard(spec)) {
+            made[static_cast<std::size_t>(Slot::vocab_start)] = 5000;
+            made[static_cast<std::size_t>(Slot::vocab_columns)] = columns();
+            made[static_cast<std::size_t>(Slot::weight_rows)] = columns() + 3;
+        }
         retained_bytes = static_cast<std::int64_t>(of.kept * static_cast<double>(evaluate(program.retained_bytes, made))) / 16 * 16;
         made[static_cast<std::size_t>(Slot::retained)] = retained_bytes > 0 ? kOwn : 0;
         made[static_cast<std::size_t>(Slot::retained_bytes)] = retained_bytes;
         return made;
     }
     [[nodiscard]] std::int64_t slot_of(Slot slot) const { return slots[static_cast<std::size_t>(slot)]; }
+    [[nodiscard]] std::int64_t columns() const { return of.columns >= 0 ? of.columns : spec.vocab_size; }
+    /// Memory for the most classes of a shard.
     [[nodiscard]] Range workspace(const Expr& bytes) const {
         const std::int64_t at = slot_of(Slot::workspace);
-        return {at, at + evaluate(bytes, slots)};
+        CallSlots most = slots;
+        most[static_cast<std::size_t>(Slot::vocab_columns)] = spec.vocab_size;
+        return {at, at + evaluate(bytes, most)};
     }
     [[nodiscard]] Range gradient() const {
         const std::int64_t at = slot_of(Slot::grad_weight);
-        return {at, at + spec.vocab_size * gradient_row()};
+        return {at, at + columns() * gradient_row()};
+    }
+    [[nodiscard]] Launched backward(StageCode stage) const {
+        CallSlots of_stage = slots;
+        of_stage[static_cast<std::size_t>(Slot::stage)] = static_cast<std::int64_t>(stage);
+        return test::run(program, program.backward, of_stage);
     }
     [[nodiscard]] std::int64_t gradient_row() const {
         return spec.hidden_size * static_cast<std::int64_t>(element_bytes(spec.grad_weight_dtype));
@@ -131,7 +146,8 @@ TEST_P(Fp8Programs, Forward_EveryColumnOnceAndOnceAgain) {
         expect_owned(bytes_from(p.column_scales, tiles * plan.cuda.forward.block_n * 4), room);
         all.push_back(p);
     }
-    ASSERT_FALSE(all.empty());
+    ASSERT_EQ(all.empty(), columns() == 0);
+    if (columns() == 0) return;
     EXPECT_EQ(all.front().stored, 0) << "powers come of it";
     std::int64_t stored = 0;
     for (const bool again : {false, true}) {
@@ -139,12 +155,12 @@ TEST_P(Fp8Programs, Forward_EveryColumnOnceAndOnceAgain) {
         for (const Fp8LogitsParams& p : std::vector(all.begin() + 1, all.end())) {
             if ((p.again != nullptr) != again) continue;
             EXPECT_EQ(p.first_column, next);
-            EXPECT_TRUE(p.columns % kFp8Quantum == 0 || p.first_column + p.columns == spec.vocab_size);
+            EXPECT_TRUE(p.columns % kFp8Quantum == 0 || p.first_column + p.columns == columns());
             EXPECT_EQ(p.sums != 0, !again);
             next += p.columns;
             stored += again ? 0 : p.stored;
         }
-        EXPECT_EQ(next, again ? stored : spec.vocab_size);
+        EXPECT_EQ(next, again ? stored : columns());
     }
     EXPECT_EQ(stored > 0, of.kept > 0);
 }
@@ -184,9 +200,37 @@ TEST_P(Fp8Programs, Backward_GradientsOfEveryColumnOnce) {
             written += p.m;
         }
     }
-    EXPECT_EQ(written, spec.vocab_size);
-    EXPECT_GE(hidden_columns, spec.vocab_size);
-    EXPECT_LT(hidden_columns, spec.vocab_size + kFp8ClassGroup);
+    EXPECT_EQ(written, columns());
+    EXPECT_GE(hidden_columns, columns());
+    EXPECT_LT(hidden_columns, columns() + kFp8ClassGroup);
+}
+
+class Fp8ShardPrograms : public Fp8Programs {};
+
+// A whole backward is both of its stages, and the first one leaves nothing of grad_hidden.
+TEST_P(Fp8ShardPrograms, BackwardInStages_HasTheSameLaunches) {
+    const Launched whole = backward(StageCode::whole);
+    const Launched first = backward(StageCode::first);
+    const Launched rest = backward(StageCode::rest);
+    ASSERT_EQ(first.launches.size() + rest.launches.size(), whole.launches.size());
+    for (std::size_t i = 0; i < whole.launches.size(); ++i) {
+        const bool early = i < first.launches.size();
+        const Recorded& part = early ? first.launches[i] : rest.launches[i - first.launches.size()];
+        EXPECT_EQ(part.kernel, whole.launches[i].kernel);
+        EXPECT_EQ(part.launch.params, whole.launches[i].launch.params);
+    }
+    EXPECT_EQ(first.memsets, whole.memsets);
+    EXPECT_TRUE(rest.memsets.empty());
+    EXPECT_EQ(first.count("fp8_finish"), columns() > 0 ? 1 : 0);
+    const bool left = of.kept == 1.0 && columns() > 0;
+    EXPECT_EQ(rest.count("grad_weight") > 0, left) << "a sum of grad_hidden runs meanwhile";
+    EXPECT_EQ(first.count("grad_weight") > 0, !left && columns() > 0);
+    const std::int64_t hidden = of.tokens * spec.hidden_size * static_cast<std::int64_t>(element_bytes(grad_hidden_dtype(spec)));
+    EXPECT_EQ(first.memsets.contains(slot_of(Slot::grad_hidden)), columns() == 0);
+    if (columns() == 0) {
+        EXPECT_EQ(first.memsets.at(slot_of(Slot::grad_hidden)), hidden);
+    }
+    EXPECT_EQ(first.memsets.at(slot_of(Slot::grad_weight) + columns() * gradient_row()), 3 * gradient_row()) << "rows of padding";
 }
 
 constexpr const char* kLarge = "D=2048,V=151936,fp8";
@@ -211,7 +255,25 @@ const Case kCases[] = {
     {"FewClassesNothing", "D=264,V=7,fp8", 300},
     {"Padded", "D=264,V=1000,padded_vocab_size=1024,fp8=e4m3,fp8_dlogits=e4m3", 300},
 };
-INSTANTIATE_TEST_SUITE_P(Specs, Fp8Programs, testing::ValuesIn(kCases), [](const auto& info) { return std::string(info.param.name); });
+std::string name_of(const testing::TestParamInfo<Case>& info) { return info.param.name; }
+INSTANTIATE_TEST_SUITE_P(Specs, Fp8Programs, testing::ValuesIn(kCases), name_of);
+
+constexpr const char* kLargeShard = "D=2048,V=75968,padded_vocab_size=75971,whole_vocab_size=151936,fp8";
+constexpr const char* kRaggedShard = "D=520,V=2571,padded_vocab_size=2574,whole_vocab_size=9000,fp8,bias,grad_hidden_dtype=fp32";
+const Case kShardCases[] = {
+    {"Shard", kLargeShard, 4096},
+    {"ShardAll", kLargeShard, 4096, 1.0},
+    {"ShardPart", kLargeShard, 4096, 0.4, 64 << 20, 70001},
+    {"FewOfAShard", kLargeShard, 4096, 0, 64 << 20, 700},
+    {"FewOfAShardAll", kLargeShard, 4096, 1.0, 64 << 20, 700},
+    {"OneOfAShard", kLargeShard, 300, 1.0, 4 << 20, 1},
+    {"NoneOfAShard", kLargeShard, 4096, 0, 64 << 20, 0},
+    {"RaggedShard", kRaggedShard, 333, 0, 64 << 20, 1537},
+    {"RaggedShardAll", kRaggedShard, 333, 1.0, 64 << 20, 385},
+    {"NoneOfARaggedShard", kRaggedShard, 333, 1.0, 64 << 20, 0},
+};
+INSTANTIATE_TEST_SUITE_P(Shards, Fp8Programs, testing::ValuesIn(kShardCases), name_of);
+INSTANTIATE_TEST_SUITE_P(Shards, Fp8ShardPrograms, testing::ValuesIn(kShardCases), name_of);
 
 TEST(Fp8Path, OtherSpecs_AreRefusedByName) {
     const Device h200 = describe_device("h200");

@@ -12,6 +12,7 @@
 #include "tests/support/level.hpp"
 #include "tests/support/option_sets.hpp"
 #include "tests/support/random_specs.hpp"
+#include "tests/support/sharded_run.hpp"
 #include "tests/support/targets.hpp"
 
 namespace flce::test {
@@ -225,6 +226,30 @@ TEST_P(RandomFp8Specs, AreWithinTheirBounds) {
 
 INSTANTIATE_TEST_SUITE_P(Cpu, RandomFp8Specs, testing::Combine(testing::Values(Target::cpu), testing::Range<std::uint64_t>(0, 4)));
 INSTANTIATE_TEST_SUITE_P(Gpu, RandomFp8Specs, testing::Combine(testing::Values(Target::gpu), testing::Range<std::uint64_t>(0, 4)));
+
+class RandomFp8Shards : public testing::TestWithParam<std::tuple<Target, std::uint64_t>> {};
+
+TEST_P(RandomFp8Shards, AreWithinTheirBounds) {
+    const auto [target, part] = GetParam();
+    FLCE_REQUIRE_TARGET(target);
+    for (std::uint64_t seed = 100 * part; seed < 100 * part + (kSanitized || level() == Level::quick ? 2 : 12); ++seed) {
+        Draw draw(5000 + seed);
+        Spec whole = random_fp8_spec(draw, seed);
+        whole.padded_vocab_size = whole.vocab_size;
+        const auto rows = random_rows(draw, whole.vocab_size, false);
+        const std::int64_t most = std::max<std::int64_t>(*std::ranges::max_element(rows), 1);
+        Spec spec = shard_spec(whole, std::min(most, whole.vocab_size), most);
+        if (draw.coin(0.3)) spec.grad_hidden_dtype = DType::fp32;
+        if (target == Target::gpu && !smallest_scratch_bytes(spec, device_of(target))) continue;  // refused by name
+        ProblemOptions options = random_options(draw, spec.token_weight, seed);
+        if (spec.dtype == DType::fp16) options.num_valid.reset();  // gradients of few out of many tokens are below fp16's normal numbers
+        const Problem problem = make_problem(whole, options);
+        EXPECT_TRUE(run_and_judge_shards(kernel_on(target, spec.normalized()), problem, shards_of(whole.vocab_size, rows))) << seed;
+    }
+}
+
+INSTANTIATE_TEST_SUITE_P(Cpu, RandomFp8Shards, testing::Combine(testing::Values(Target::cpu), testing::Range<std::uint64_t>(0, 4)));
+INSTANTIATE_TEST_SUITE_P(Gpu, RandomFp8Shards, testing::Combine(testing::Values(Target::gpu), testing::Range<std::uint64_t>(0, 4)));
 
 // Products in few rows and columns at a time: steps in flight, several blocks of tokens, chunks of the vocabulary.
 TEST(Fp8Blocks, LittleScratch_HasTheSameRounding) {

@@ -6,6 +6,8 @@
 #include <cmath>
 #include <limits>
 
+#include "tests/support/fp8_formats.hpp"
+#include "tests/support/fp8_judge.hpp"
 #include "tests/support/number_formats.hpp"
 
 namespace flce::test {
@@ -13,39 +15,6 @@ namespace {
 
 constexpr double kU = 0x1p-24;
 constexpr double kLog2E = 1.44269504F;  // fp32's
-
-/// A floating-point format of 8 bits.
-struct Format {
-    int bits;   ///< behind the leading one
-    int least;  ///< exponent of the smallest normal number
-    double most;
-};
-constexpr Format kE4m3{3, -6, 448};
-constexpr Format kE5m2{2, -14, 57344};
-
-double quantum(const Format& format, double size) {
-    const int exponent = size > 0 ? std::max(std::ilogb(size), format.least) : format.least;
-    return std::ldexp(1.0, exponent - format.bits);
-}
-/// The nearest number, of two the even one, and the largest for everything beyond.
-double nearest(const Format& format, double x) {
-    if (std::isnan(x)) return x;
-    const double size = std::min(std::fabs(x), format.most);
-    const double unit = quantum(format, size);
-    return std::copysign(std::min(std::nearbyint(size / unit) * unit, format.most), x);
-}
-/// How far the number of something between `low` and `high` may be from `number`.
-double doubt(const Format& format, double number, double low, double high) {
-    return std::max(std::fabs(nearest(format, high) - number), std::fabs(nearest(format, low) - number));
-}
-
-/// The largest power of two with which `largest` stays within e4m3's range.
-int power_for(double largest) {
-    int power = -120;
-    if (!(largest > 0)) return 0;
-    while (power < 120 && std::ldexp(largest, power + 1) <= kE4m3.most) ++power;
-    return power;
-}
 
 /// One row of the logits' operands.
 struct Codes {
@@ -92,21 +61,29 @@ struct Row {
     double label_gradient = 0, label_error = 0;
     double logit_size = 0;  ///< Fp8Truth::logit_sizes
     Codes hidden;
-    std::vector<double> e, e_doubt, e_ties;  ///< [V]: exponentials as codes have them, how far off they may be, and that by ties
-    std::vector<double> h, h_doubt, h_ties;  ///< [D]: hidden states as operands of grad_weight
+    std::vector<double> e, e_doubt, e_ties;    ///< [V]: exponentials as codes have them, how far off they may be, and that by ties
+    std::vector<double> h, h_ties;             ///< [D]: hidden states as operands of grad_weight
+    std::vector<std::vector<double>> h_doubt;  ///< [shards][D]
+    std::vector<double> largest;               ///< [shards]: the largest logit
 };
 
 class TruthMaker {
 public:
-    TruthMaker(const Problem& problem, const std::vector<float>& lse, const std::vector<float>& logprobs, const Fp8Tolerance& tolerance)
+    TruthMaker(const Problem& problem, const std::vector<float>& lse, const std::vector<float>& logprobs, const Fp8Tolerance& tolerance,
+               const Fp8Shards& shards)
         : problem_(problem),
           layer_(layer_of(problem)),
           spec_(problem.spec),
           lse_(lse),
           logprobs_(logprobs),
           tolerance_(tolerance),
+          shards_(shards),
           divide_(divisors(layer_)),
-          format_(spec_.fp8_dlogits == Fp8Dlogits::e5m2 ? kE5m2 : kE4m3) {}
+          format_(spec_.fp8_dlogits == Fp8Dlogits::e5m2 ? kE5m2 : kE4m3) {
+        if (shards.of.empty()) shards_ = {{{.classes = spec_.vocab_size}}, grad_hidden_dtype(spec_)};
+        for (std::size_t s = 0; s < shards_.of.size(); ++s) shard_of_.insert(shard_of_.end(), shards_.of[s].classes, s);
+        sharded_ = !shards.of.empty();
+    }
 
     Fp8Truth make() {
         const std::int64_t n = problem_.num_tokens();
@@ -130,6 +107,7 @@ public:
         if (layer_.bias != nullptr) {
             for (std::int64_t j = 0; j < v; ++j) add_grad_bias(j);
         }
+        out_.hidden_norm = std::sqrt(out_.hidden_norm);
         out_.hidden_ties = std::sqrt(out_.hidden_ties);
         out_.weight_ties = std::sqrt(out_.weight_ties);
         out_.bias_ties = std::sqrt(out_.bias_ties);
@@ -166,6 +144,7 @@ private:
         row.r = row.a * row.gain * unit;
         row.r_error = std::fabs(unit * row.gain) * (40 * kU * row.a_terms + (spec_.dft ? 8 * kU * row.a_terms : 0));
         for (auto* values : {&row.e, &row.e_doubt, &row.e_ties}) values->assign(static_cast<std::size_t>(spec_.vocab_size), 0.0);
+        row.largest.assign(shards_.of.size(), -std::numeric_limits<double>::infinity());
         for (std::int64_t j = 0; j < spec_.vocab_size; ++j) set_exponential(i, j, row);
     }
 
@@ -185,6 +164,8 @@ private:
         const double offset = layer_.offset_of(i, j);
         const double x = sum * scale + bias;
         const double z = logit_of(spec_, x, offset, layer_.temperature_of(i));
+        double& largest = row.largest[shard_of_[j]];
+        largest = std::max(largest, z);
         const double depth = std::sqrt(double(spec_.hidden_size));
         const double roundoff = tolerance_.sum_roundoff;
         const double summed = spec_.fp8 == Fp8Operands::int8 ? 0 : 4 * depth * roundoff * scale * (std::sqrt(squares) + std::fabs(sum));
@@ -210,44 +191,65 @@ private:
         const double low = std::exp2(power - power_error) * std::max(0.0, slope - slope_error);
         const double high = std::exp2(power + power_error) * (slope + slope_error);
         row.e_ties[j] = doubt(format_, row.e[j], low, high);
-        row.e_doubt[j] = row.e_ties[j] + below_range(format_, high, row.e[j]);
+        row.e_doubt[j] = row.e_ties[j] + below_range(format_, high, row.e[j], tolerance_.octaves, sharded_);
     }
 
-    /// Further error of a number that another kernel may have lower in the format's range.
-    [[nodiscard]] double below_range(const Format& format, double size, double number) const {
-        if (tolerance_.octaves == 0 || !(size < std::ldexp(1.0, format.least + tolerance_.octaves))) return 0;
-        const double unit = std::ldexp(1.0, format.least - format.bits + tolerance_.octaves);
-        return std::min(unit / 2 + quantum(format, std::fabs(number)), size + std::fabs(number));
+    /// Powers that a rank may give a row: on a GPU it knows no other rank's logits where forward keeps exponentials.
+    [[nodiscard]] std::pair<double, double> powers_of(const Row& row, std::size_t shard) const {
+        if (!sharded_ || tolerance_.octaves == 0 || spec_.fp8_dlogits == Fp8Dlogits::e4m3) return {row.k, row.k};
+        const double largest = std::max(std::floor(row.largest[shard] * kLog2E), row.k - 1000);
+        return {std::min(row.k, largest - 17), std::max(row.k, largest - 3)};
+    }
+
+    /// Largest |hidden| of a token, of numbers that are finite.
+    [[nodiscard]] double largest_hidden(const Row& row) const {
+        const float* hidden = layer_.hidden + (&row - rows_.data()) * spec_.hidden_size;
+        double most = 0;
+        for (std::int64_t k = 0; k < spec_.hidden_size; ++k) {
+            if (std::isfinite(hidden[k])) most = std::max(most, std::fabs(double(hidden[k])));
+        }
+        return most;
     }
 
     void find_powers() {
-        double largest = 0;
-        for (std::int64_t at = 0; at < spec_.vocab_size * spec_.hidden_size; ++at) {
-            if (std::isfinite(layer_.weight[at])) largest = std::max(largest, std::fabs(double(layer_.weight[at])));
-        }
-        weight_power_ = power_for(largest);
-        double of_tokens = 0;
-        for (std::size_t i = 0; i < rows_.size(); ++i) {
-            if (!rows_[i].valid) continue;
-            double most = 0;
-            for (std::int64_t k = 0; k < spec_.hidden_size; ++k) {
-                const double h = layer_.hidden[static_cast<std::int64_t>(i) * spec_.hidden_size + k];
-                if (std::isfinite(h)) most = std::max(most, std::fabs(h));
+        for (const Shard& shard : shards_.of) {
+            double largest = 0;
+            for (std::int64_t at = shard.start * spec_.hidden_size; at < (shard.start + shard.classes) * spec_.hidden_size; ++at) {
+                if (std::isfinite(layer_.weight[at])) largest = std::max(largest, std::fabs(double(layer_.weight[at])));
             }
-            if (std::isfinite(rows_[i].r * most)) of_tokens = std::max(of_tokens, std::fabs(rows_[i].r) * most);
+            weight_powers_.push_back(power_for(largest));
+            for (std::int64_t at = shard.start * spec_.hidden_size; at < (shard.start + shard.classes) * spec_.hidden_size; ++at) {
+                narrow_.push_back(nearest(kE4m3, std::ldexp(double(layer_.weight[at]), weight_powers_.back())));
+            }
+        }
+        double of_tokens = 0;
+        std::vector<double> of_shards(shards_.of.size(), 0.0);
+        for (const Row& row : rows_) {
+            if (!row.valid || !std::isfinite(row.r)) continue;
+            const double most = std::fabs(row.r) * largest_hidden(row);
+            of_tokens = std::max(of_tokens, most);
+            for (std::size_t s = 0; s < of_shards.size(); ++s) {
+                of_shards[s] = std::max(of_shards[s], most * std::exp2(powers_of(row, s).second - row.k));
+            }
         }
         hidden_power_ = power_for(of_tokens);
+        for (const double most : of_shards) least_hidden_powers_.push_back(power_for(most));
     }
 
     void set_hidden(Row& row) const {
         const float* hidden = layer_.hidden + (&row - rows_.data()) * spec_.hidden_size;
+        row.h_doubt.resize(shards_.of.size());
         for (std::int64_t k = 0; k < spec_.hidden_size; ++k) {
             const double x = std::ldexp(double(hidden[k]) * row.r, hidden_power_);
             const double error = std::ldexp(std::fabs(double(hidden[k])) * (row.r_error + 4 * kU * std::fabs(row.r)), hidden_power_);
             const double number = nearest(kE4m3, x);
             row.h.push_back(number);
             row.h_ties.push_back(doubt(kE4m3, number, x - error, x + error));
-            row.h_doubt.push_back(row.h_ties.back() + below_range(kE4m3, std::fabs(x), number));
+            for (std::size_t s = 0; s < shards_.of.size(); ++s) {
+                const int lower = static_cast<int>(row.k - powers_of(row, s).first) + hidden_power_ - least_hidden_powers_[s];
+                const int octaves = std::max(tolerance_.octaves, lower);
+                row.h_doubt[s].push_back(row.h_ties.back() + below_range(kE4m3, std::fabs(x), number, octaves, sharded_));
+            }
         }
     }
 
@@ -257,28 +259,37 @@ private:
     }
 
     void set_grad_hidden(std::int64_t i) {
-        const Row& row = rows_[i];
-        const double unit = std::ldexp(1.0, -weight_power_);
         for (std::int64_t k = 0; k < spec_.hidden_size; ++k) {
-            double sum = 0;
-            double sizes = 0;
-            double doubts = 0;
-            double ties = 0;
-            for (std::int64_t j = 0; j < spec_.vocab_size; ++j) {
-                const double w = nearest(kE4m3, std::ldexp(double(layer_.weight[j * spec_.hidden_size + k]), weight_power_));
-                sum += row.e[j] * w;
-                sizes += std::fabs(row.e[j] * w);
-                doubts += row.e_doubt[j] * std::fabs(w);
-                ties += row.e_ties[j] * row.e_ties[j] * w * w;
-            }
-            const double own = layer_.weight[row.label * spec_.hidden_size + k];
-            const std::int64_t at = i * spec_.hidden_size + k;
-            out_.grad_hidden[at] = row.r * unit * sum + row.label_gradient * own;
-            const double limit = std::fabs(row.r) * unit * (doubts + summing(spec_.vocab_size) * sizes) + row.r_error * unit * sizes +
-                                 row.label_error * std::fabs(own) + 4 * kU * std::fabs(row.label_gradient * own);
-            out_.hidden_limit[at] = limit + storing(std::fabs(out_.grad_hidden[at]) + limit, grad_hidden_dtype(spec_));
-            if (std::isfinite(out_.grad_hidden[at])) out_.hidden_ties += row.r * row.r * unit * unit * ties;
+            for (std::size_t s = 0; s < shards_.of.size(); ++s) add_grad_hidden(i, k, s);
         }
+    }
+    /// Adds a shard's part, which is stored in the dtype.
+    void add_grad_hidden(std::int64_t i, std::int64_t k, std::size_t s) {
+        const Row& row = rows_[i];
+        const Shard& shard = shards_.of[s];
+        const double unit = std::ldexp(1.0, -weight_powers_[s]);
+        double sum = 0;
+        double sizes = 0;
+        double doubts = 0;
+        double ties = 0;
+        for (std::int64_t j = shard.start; j < shard.start + shard.classes; ++j) {
+            const double w = narrow_[j * spec_.hidden_size + k];
+            sum += row.e[j] * w;
+            sizes += std::fabs(row.e[j] * w);
+            doubts += row.e_doubt[j] * std::fabs(w);
+            ties += row.e_ties[j] * row.e_ties[j] * w * w;
+        }
+        const bool has_label = shard_of_[row.label] == s;
+        const double own = has_label ? double(layer_.weight[row.label * spec_.hidden_size + k]) : 0;
+        const double part = row.r * unit * sum + (has_label ? row.label_gradient * own : 0);
+        const double limit = std::fabs(row.r) * unit * (doubts + summing(shard.classes) * sizes) + row.r_error * unit * sizes +
+                             (has_label ? row.label_error * std::fabs(own) + 4 * kU * std::fabs(row.label_gradient * own) : 0);
+        const std::int64_t at = i * spec_.hidden_size + k;
+        out_.grad_hidden[at] += part;
+        out_.hidden_limit[at] += limit + storing(std::fabs(part) + limit, shards_.grad_hidden_dtype);
+        if (!std::isfinite(part)) return;
+        out_.hidden_norm += part * part;
+        out_.hidden_ties += row.r * row.r * unit * unit * ties;
     }
 
     void set_grad_weight(std::int64_t j) {
@@ -295,7 +306,8 @@ private:
                 if (!row.valid) continue;
                 sum += row.e[j] * row.h[k];
                 sizes += std::fabs(row.e[j] * row.h[k]);
-                doubts += row.e_doubt[j] * (std::fabs(row.h[k]) + row.h_doubt[k]) + row.e[j] * row.h_doubt[k];
+                const double h_doubt = row.h_doubt[shard_of_[j]][k];
+                doubts += row.e_doubt[j] * (std::fabs(row.h[k]) + h_doubt) + row.e[j] * h_doubt;
                 ties += row.e_ties[j] * row.e_ties[j] * row.h[k] * row.h[k] + row.e[j] * row.e[j] * row.h_ties[k] * row.h_ties[k];
                 if (row.label != j) continue;
                 const double h = layer_.hidden[static_cast<std::int64_t>(i) * spec_.hidden_size + k];
@@ -335,40 +347,19 @@ private:
     const std::vector<float>& lse_;
     const std::vector<float>& logprobs_;
     const Fp8Tolerance tolerance_;
+    Fp8Shards shards_;                   ///< one that has everything where the layer is whole
+    bool sharded_ = false;               //
+    std::vector<std::size_t> shard_of_;  ///< [V]
     const Divisors divide_;
     const Format format_;
     std::vector<Codes> weight_;
     std::vector<Row> rows_;
-    int weight_power_ = 0;
+    std::vector<int> weight_powers_;  ///< [shards]
+    std::vector<double> narrow_;      ///< [V, D]: the weight as an operand of grad_hidden
     int hidden_power_ = 0;
+    std::vector<int> least_hidden_powers_;  ///< [shards]: the least that a kernel may have
     Fp8Truth out_;
 };
-
-/// One gradient: each number within its limit, and the whole within the dtype's cap and what ties add.
-std::string judge_gradient(const char* name, std::vector<double> got, std::vector<double> truth, const std::vector<double>& limit,
-                           const std::vector<float>& old, double ties, double cap) {
-    if (got.empty()) return {};
-    if (got.size() != truth.size()) return fmt::format("\n  {}: {} numbers where {} are expected", name, got.size(), truth.size());
-    double error2 = 0;
-    double size2 = 0;
-    for (std::size_t at = 0; at < got.size(); ++at) {
-        if (!old.empty()) truth[at] += double(old[at]);
-        size2 += std::isfinite(truth[at]) ? truth[at] * truth[at] : 0;
-        if (!std::isfinite(truth[at])) {
-            if (std::isfinite(got[at])) return fmt::format("\n  {}: [{}] is {}, should be {}", name, at, got[at], truth[at]);
-            continue;
-        }
-        const double error = std::fabs(got[at] - truth[at]);
-        if (!(error <= limit[at])) {
-            return fmt::format("\n  {}: [{}] is {}, should be {}: off by {:.3e}, limit {:.3e}", name, at, got[at], truth[at], error,
-                               limit[at]);
-        }
-        error2 += error * error;
-    }
-    const double bound = cap * std::sqrt(size2) + 2 * ties;
-    if (std::sqrt(error2) <= bound || std::sqrt(error2) < 1e-30) return {};
-    return fmt::format("\n  {}: error {:.3e} over bound {:.3e}, norm {:.3e}", name, std::sqrt(error2), bound, std::sqrt(size2));
-}
 
 }  // namespace
 
@@ -451,20 +442,20 @@ Reference with_sums(Reference reference, const std::vector<double>& sizes, doubl
 
 }  // namespace
 
-Fp8Truth fp8_truth(const Problem& problem, const std::vector<float>& lse, const std::vector<float>& logprobs,
-                   const Fp8Tolerance& tolerance) {
-    return TruthMaker(problem, lse, logprobs, tolerance).make();
+Fp8Truth fp8_truth(const Problem& problem, const std::vector<float>& lse, const std::vector<float>& logprobs, const Fp8Tolerance& tolerance,
+                   const Fp8Shards& shards) {
+    return TruthMaker(problem, lse, logprobs, tolerance, shards).make();
 }
 
 std::string fp8_failures(const Problem& problem, const KernelOutputs& got, const std::vector<float>& lse,
-                         const std::vector<float>& logprobs, const Fp8Tolerance& tolerance) {
+                         const std::vector<float>& logprobs, const Fp8Tolerance& tolerance, const Fp8Shards& shards) {
     const Dequantised plain(problem);
     const Selection all = select_all(problem);
     KernelOutputs outputs = got;
     outputs.grad_hidden.clear();
     outputs.grad_weight.clear();
     outputs.grad_bias.clear();
-    const Fp8Truth truth = fp8_truth(problem, lse, logprobs, tolerance);
+    const Fp8Truth truth = fp8_truth(problem, lse, logprobs, tolerance, shards);
     Reference yardstick = reference(plain.problem, all);
     if (tolerance.sum_roundoff > kU && problem.spec.fp8 == Fp8Operands::e4m3) {  // integers' sums are exact
         yardstick = with_sums(std::move(yardstick), truth.logit_sizes, tolerance.sum_roundoff, problem.spec.hidden_size);
@@ -473,7 +464,8 @@ std::string fp8_failures(const Problem& problem, const KernelOutputs& got, const
     // Sums of products of tensor cores are far from fp32's.
     const double cap =
         gradient_error_cap(problem.spec.dtype) + (problem.spec.dtype == DType::fp32 ? 2e-5 : 0) + (tolerance.sum_roundoff > kU ? 2e-2 : 0);
-    text += judge_gradient("grad_hidden", got.grad_hidden, truth.grad_hidden, truth.hidden_limit, {}, truth.hidden_ties, cap);
+    text += judge_gradient("grad_hidden", got.grad_hidden, truth.grad_hidden, truth.hidden_limit, {}, truth.hidden_ties, cap,
+                           truth.hidden_norm);
     text += judge_gradient("grad_weight", got.grad_weight, truth.grad_weight, truth.weight_limit, problem.old_grad_weight,
                            truth.weight_ties, cap);
     text += judge_gradient("grad_bias", got.grad_bias, truth.grad_bias, truth.bias_limit, problem.old_grad_bias, truth.bias_ties, cap);

@@ -18,6 +18,12 @@ struct Fp8Tolerance {
 };
 [[nodiscard]] Fp8Tolerance fp8_tolerance(bool on_gpu);
 
+/// Shards of the vocabulary from class 0 on, and the dtype of the parts of grad_hidden that they make. None: the layer is whole.
+struct Fp8Shards {
+    std::vector<Shard> of;
+    DType grad_hidden_dtype = DType::fp32;
+};
+
 /// A row of numbers as the logits' operands have it: codes times the row's scale.
 [[nodiscard]] std::vector<double> dequantised_rows(const Spec& spec, const std::vector<float>& rows);
 
@@ -27,13 +33,14 @@ struct Fp8Truth {
     std::vector<double> hidden_limit, weight_limit, bias_limit;
     std::vector<double> logit_sizes;                         ///< [N]: the most that |products| of a logit of the token add up to
     double hidden_ties = 0, weight_ties = 0, bias_ties = 0;  ///< Euclidean norms of the limits' part by codes that are near a tie
+    double hidden_norm = 0;                                  ///< Euclidean norm of all shards' parts of grad_hidden
 };
 /// `lse`, `logprobs` (with dft): what forward has written, which backward reads.
 [[nodiscard]] Fp8Truth fp8_truth(const Problem& problem, const std::vector<float>& lse, const std::vector<float>& logprobs,
-                                 const Fp8Tolerance& tolerance);
+                                 const Fp8Tolerance& tolerance, const Fp8Shards& shards = {});
 
 /// Judges a whole problem's outputs; empty when everything passed.
 [[nodiscard]] std::string fp8_failures(const Problem& problem, const KernelOutputs& got, const std::vector<float>& lse,
-                                       const std::vector<float>& logprobs, const Fp8Tolerance& tolerance);
+                                       const std::vector<float>& logprobs, const Fp8Tolerance& tolerance, const Fp8Shards& shards = {});
 
 }  // namespace flce::test

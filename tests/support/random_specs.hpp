@@ -2,6 +2,7 @@
 #pragma once
 
 #include <array>
+#include <vector>
 
 #include "tests/support/kernel_run.hpp"
 #include "tests/support/option_sets.hpp"
@@ -89,6 +90,24 @@ inline ProblemOptions random_options(Draw& draw, bool weighted, std::uint64_t se
     o.upstream = draw.coin(0.8);
     o.seed = seed;
     return o;
+}
+
+/// Shards that have the whole vocabulary, and sometimes padding behind it, or nothing.
+inline std::vector<std::int64_t> random_rows(Draw& draw, std::int64_t vocab_size, bool equal) {
+    const std::int64_t count = 1 + draw.below(5);
+    std::vector<std::int64_t> rows;
+    if (equal) {
+        rows.assign(static_cast<std::size_t>(count), (vocab_size + count - 1) / count + (draw.coin(0.3) ? draw.below(9) : 0));
+        return rows;
+    }
+    std::int64_t left = vocab_size;
+    for (std::int64_t i = 1; i < count; ++i) {
+        rows.push_back(draw.below(left + 1));
+        left -= rows.back();
+    }
+    rows.push_back(left + (draw.coin(0.3) ? draw.below(20) : 0));
+    if (draw.coin(0.1)) rows.push_back(draw.below(12));
+    return rows;
 }
 
 }  // namespace flce::test

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <optional>
 
+#include "tests/support/fp8.hpp"
 #include "tests/support/number_formats.hpp"
 
 namespace flce::test {
@@ -166,6 +167,14 @@ testing::AssertionResult run_and_judge_shards(const std::shared_ptr<const Kernel
         if (way.retains) run.retain(way.place, way.part);
         run.forward();
         way.in_stages ? run.backward_in_stages(wanted, way.hidden_ready) : run.backward(wanted);
+        if (is_fp8(whole.spec)) {
+            const Fp8Tolerance tolerance = fp8_tolerance(kernel->device_ref().kind == DeviceKind::cuda);
+            const std::string wrong = fp8_failures(whole, run.outputs(selection), run.token_floats("lse"), run.token_floats("logprobs"),
+                                                   tolerance, {shards, grad_hidden_dtype(kernel->spec())}) +
+                                      run.violations();
+            if (!wrong.empty()) text += fmt::format("\n {}:{}", text_of(way, shards), wrong);
+            continue;
+        }
         if (!truth) {
             const std::vector<float> lse = run.token_floats("lse");
             const std::vector<float> entropy = run.token_floats("entropy");

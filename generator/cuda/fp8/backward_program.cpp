@@ -1,7 +1,9 @@
+#include <algorithm>
 #include <iterator>
 #include <utility>
 
 #include "generator/cuda/common/backward_steps.hpp"
+#include "generator/cuda/common/forward_steps.hpp"
 #include "generator/cuda/common/retained_steps.hpp"
 #include "generator/cuda/fp8/logits_launch.hpp"
 
@@ -14,6 +16,7 @@ struct BackwardPassFp8 : BackwardPass {
     Expr retains;         ///< whether there are retained exponentials
     Expr weight_largest;  ///< address of the bits of the weight's largest number, and so is the next one
     Expr hidden_largest;
+    Expr leaves_weight;  ///< whether grad_weight and grad_bias are left for the second of two stages: a shard's with everything retained
 
     BackwardPassFp8(const Spec& spec, const Device& device, const Plan& plan, const CudaSource& source, const BackwardLayoutFp8& layout)
         : BackwardPass(spec, plan, source, layout),
@@ -21,7 +24,8 @@ struct BackwardPassFp8 : BackwardPass {
           device(device),
           retains(less(0, layout.retained.columns)),
           weight_largest(select(retains, slot(Slot::retained), workspace_at(layout.largest))),
-          hidden_largest(workspace_at(layout.largest) + static_cast<std::int64_t>(offsetof(Fp8Largest, hidden))) {}
+          hidden_largest(workspace_at(layout.largest) + static_cast<std::int64_t>(offsetof(Fp8Largest, hidden))),
+          leaves_weight(is_shard(spec) ? retains && equal(layout.retained.columns, columns) : Expr(0)) {}
 
     [[nodiscard]] Expr tokens() const { return slot(Slot::num_tokens); }
 };
@@ -75,12 +79,12 @@ std::vector<Statement> target_dz_steps(const BackwardPassFp8& pass) {
 Statement scales_launch(const BackwardPassFp8& pass) {
     using Params = Fp8CodesParams;
     const BackwardLayoutFp8& layout = pass.layout;
-    LaunchBuilder<Params> launch(pass.source.kernel(KernelRole::fp8_scales), warps_grid(pass.spec.vocab_size));
+    LaunchBuilder<Params> launch(pass.source.kernel(KernelRole::fp8_scales), warps_grid(pass.columns));
     launch.set(&Params::from, slot(Slot::weight))
         .set(&Params::scales, workspace_at(layout.class_scales))
         .set(&Params::row_largest, workspace_at(layout.class_largest))
         .set(&Params::largest, workspace_at(layout.largest))
-        .set(&Params::rows, pass.spec.vocab_size);
+        .set(&Params::rows, pass.columns);
     return launch.build();
 }
 
@@ -163,13 +167,34 @@ std::vector<Statement> bias_steps(const BackwardPassFp8& pass, const Columns& of
     return {{If{present(Slot::grad_bias), {launch.build()}}}};
 }
 
+/// `steps`, which make grad_weight and grad_bias, where they are not left for the second stage.
+std::vector<Statement> unless_left(const BackwardPassFp8& pass, std::vector<Statement> steps) {
+    if (!is_shard(pass.spec)) return steps;
+    return {{If{!pass.leaves_weight, std::move(steps)}}};
+}
+
+/// hidden turned over, which grad_weight reads.
+Statement turn_hidden_step(const BackwardPassFp8& pass) {
+    LaunchBuilder<Fp8TurnParams> turn = turn_launch(pass, KernelRole::fp8_turn_hidden, slot(Slot::hidden), pass.tokens(),
+                                                    workspace_at(pass.layout.hidden_turned), token_positions(), pass.hidden_largest);
+    turn.set(&Fp8TurnParams::factors, workspace_at(pass.layout.factors));
+    return {If{present(Slot::grad_weight), {turn.build()}}};
+}
+
+/// grad_weight and grad_bias of the retained columns.
+std::vector<Statement> retained_weight_steps(const BackwardPassFp8& pass) {
+    const RetainedFp8& retained = pass.layout.retained;
+    const Columns all{0, retained.columns, retained_at(retained.exponentials), retained.pitch, retained_at(retained.turned)};
+    std::vector<Statement> steps = {weight_step(pass, all)};
+    for (Statement& step : bias_steps(pass, all)) steps.push_back(std::move(step));
+    return steps;
+}
+
 /// Gradients of the retained columns.
 Statement retained_steps(const BackwardPassFp8& pass) {
     const BackwardLayoutFp8& layout = pass.layout;
     const RetainedFp8& retained = layout.retained;
     const Expr exponentials = retained_at(retained.exponentials);
-    const Expr turned = retained_at(retained.turned);
-    const Columns all{0, retained.columns, exponentials, retained.pitch, turned};
     const Expr first = variable(kChunkLoop) * layout.kept.width;
     const Columns chunk{first, min(retained.columns - first, layout.kept.width), exponentials + first, retained.pitch, 0};
     const Expr& turned_weight = layout.kept_places.turned_weight;
@@ -177,8 +202,8 @@ Statement retained_steps(const BackwardPassFp8& pass) {
                                                     turned_weight, layout.kept.width, pass.weight_largest);
     Statement hidden{Loop{kChunkLoop, layout.kept.count, {turn.build(), hidden_step(pass, chunk, turned_weight, layout.kept.width)}}};
     // grad_hidden first: the weight turned over may lie in grad_weight.
-    std::vector<Statement> steps = {{If{present(Slot::grad_hidden), {std::move(hidden)}}}, weight_step(pass, all)};
-    for (Statement& step : bias_steps(pass, all)) steps.push_back(std::move(step));
+    std::vector<Statement> steps = {{If{present(Slot::grad_hidden), {std::move(hidden)}}}};
+    for (Statement& step : unless_left(pass, retained_weight_steps(pass))) steps.push_back(std::move(step));
     return {If{pass.retains, std::move(steps)}};
 }
 
@@ -251,30 +276,40 @@ Statement target_rows_step(const BackwardPassFp8& pass) {
     return {If{present(Slot::grad_weight) || present(Slot::grad_bias), {order.build(), rows.build()}}};
 }
 
-}  // namespace
-
-LaunchProgram backward_program(const Spec& spec, const Device& device, const Plan& plan, const CudaSource& source,
-                               const BackwardLayoutFp8& layout) {
-    const BackwardPassFp8 pass(spec, device, plan, source, layout);
+/// Everything of a call that has tokens, classes and gradients, but for what is left for the second stage.
+std::vector<Statement> gradient_steps(const BackwardPassFp8& pass) {
+    const BackwardLayoutFp8& layout = pass.layout;
     std::vector<Statement> steps = coefficient_steps(pass);
     steps.push_back({MemsetZero{workspace_at(layout.largest), static_cast<std::int64_t>(sizeof(Fp8Largest))}});
     steps.push_back(rows_launch(pass));
-    LaunchBuilder<Fp8TurnParams> turn = turn_launch(pass, KernelRole::fp8_turn_hidden, slot(Slot::hidden), pass.tokens(),
-                                                    workspace_at(layout.hidden_turned), token_positions(), pass.hidden_largest);
-    turn.set(&Fp8TurnParams::factors, workspace_at(layout.factors));
-    steps.push_back({If{present(Slot::grad_weight), {turn.build()}}});
+    std::ranges::move(unless_left(pass, {turn_hidden_step(pass)}), std::back_inserter(steps));
     steps.push_back(retained_steps(pass));
-    steps.push_back(
-        {If{less(layout.retained.columns, spec.vocab_size),
-            {scales_launch(pass), hidden_codes_launch(spec, source, workspace_at(layout.hidden_codes), workspace_at(layout.row_scales))}}});
+    const Statement codes = hidden_codes_launch(pass.spec, pass.source, workspace_at(layout.hidden_codes), workspace_at(layout.row_scales));
+    steps.push_back({If{less(layout.retained.columns, pass.columns), {scales_launch(pass), codes}}});
     for (std::size_t i = 0; i < layout.again.size(); ++i) steps.push_back(chunks_loop(pass, layout.again[i], layout.again_places[i]));
-    for (Statement& step : target_dz_steps(pass)) steps.push_back(std::move(step));
+    std::ranges::move(target_dz_steps(pass), std::back_inserter(steps));
     steps.push_back(finish_step(pass));
-    steps.push_back(target_rows_step(pass));
-    std::vector<Statement> body;
-    body.push_back({If{any_gradient() && less(0, pass.tokens()), std::move(steps)}});
-    for (Statement& step : zero_the_rest(pass)) body.push_back(std::move(step));
-    return {.body = {{If{does_first_stage(), std::move(body)}}}, .variable_count = kBackwardLoops};
+    std::ranges::move(unless_left(pass, {target_rows_step(pass)}), std::back_inserter(steps));
+    return steps;
+}
+
+}  // namespace
+
+// Chunks need their columns' logits for both gradients, so that grad_weight goes along with grad_hidden there.
+LaunchProgram backward_program(const Spec& spec, const Device& device, const Plan& plan, const CudaSource& source,
+                               const BackwardLayoutFp8& layout) {
+    const BackwardPassFp8 pass(spec, device, plan, source, layout);
+    const Expr any = any_gradient() && less(0, pass.tokens());
+    std::vector<Statement> body = {{If{any, with_columns(spec, gradient_steps(pass))}}};
+    if (is_shard(spec)) body.push_back(zero_without_class(pass));
+    std::ranges::move(zero_the_rest(pass), std::back_inserter(body));
+    LaunchProgram program{.body = {{If{does_first_stage(), std::move(body)}}}, .variable_count = kBackwardLoops};
+    if (!is_shard(spec)) return program;
+    std::vector<Statement> left = {turn_hidden_step(pass)};
+    std::ranges::move(retained_weight_steps(pass), std::back_inserter(left));
+    left.push_back(target_rows_step(pass));
+    program.body.push_back({If{does_rest() && (pass.leaves_weight && any), std::move(left)}});
+    return program;
 }
 
 }  // namespace flce::fp8

@@ -113,24 +113,22 @@ Statement stretches_loop(const ForwardPassFp8& pass, bool again) {
 std::vector<Statement> power_steps(const ForwardPassFp8& pass) {
     LogitsAt at;
     at.first = 0;
-    at.columns = min(pass.layout.cut.width, std::min<std::int64_t>(kFp8FirstClasses, pass.spec.vocab_size));
+    at.columns = min(pass.layout.cut.width, min(kFp8FirstClasses, vocab_columns(pass.spec)));
     std::vector<Statement> steps = {{MemsetZero{pass.powers, slot(Slot::num_tokens) * 4}}};
     for (Statement& step : logits_steps(pass, at, 0)) steps.push_back(std::move(step));
     steps.push_back(powers_launch(pass, at.columns));
     return steps;
 }
 
-}  // namespace
-
-LaunchProgram forward_program(const Spec& spec, const Device& device, const Plan& plan, const CudaSource& source,
-                              const ForwardLayoutFp8& layout) {
-    const ForwardPassFp8 pass(spec, device, plan, source, layout);
+/// Everything of a call that has a class, but for the rows' outputs.
+std::vector<Statement> logits_and_sums(const ForwardPassFp8& pass) {
+    const ForwardLayoutFp8& layout = pass.layout;
     std::vector<Statement> steps;
     const std::int64_t largest_bytes = sizeof(Fp8Largest);
     steps.push_back({MemsetZero{workspace_at(layout.largest), largest_bytes}});
     steps.push_back({If{pass.retains, {Statement{MemsetZero{slot(Slot::retained), largest_bytes}}}}});
-    steps.push_back(hidden_codes_launch(spec, source, workspace_at(layout.hidden_codes), workspace_at(layout.row_scales)));
-    steps.push_back(targets_launch(spec, source, workspace_at(layout.target_logits)));
+    steps.push_back(hidden_codes_launch(pass.spec, pass.source, workspace_at(layout.hidden_codes), workspace_at(layout.row_scales)));
+    steps.push_back(targets_launch(pass.spec, pass.source, workspace_at(layout.target_logits)));
     for (Statement& step : power_steps(pass)) steps.push_back(std::move(step));
     steps.push_back(stretches_loop(pass, false));
     LogitsAt kept;
@@ -139,7 +137,17 @@ LaunchProgram forward_program(const Spec& spec, const Device& device, const Plan
     kept.turned = retained_at(layout.retained.turned);
     kept.pitch = layout.retained.pitch;
     const KeptLogits logits{workspace_at(layout.target_logits), retained_at(layout.retained.target_logits)};
-    steps.push_back({If{pass.retains, {stale_launch(pass), stretches_loop(pass, true), no_targets_launch(spec, source, kept, logits)}}});
+    const Statement no_targets = no_targets_launch(pass.spec, pass.source, kept, logits);
+    steps.push_back({If{pass.retains, {stale_launch(pass), stretches_loop(pass, true), no_targets}}});
+    return steps;
+}
+
+}  // namespace
+
+LaunchProgram forward_program(const Spec& spec, const Device& device, const Plan& plan, const CudaSource& source,
+                              const ForwardLayoutFp8& layout) {
+    const ForwardPassFp8 pass(spec, device, plan, source, layout);
+    std::vector<Statement> steps = with_columns(spec, logits_and_sums(pass));
     steps.push_back(row_outputs_launch(pass, {}));
     return {.body = for_all_rows(pass, std::move(steps)), .variable_count = kStretchLoop + 1};
 }

@@ -66,7 +66,8 @@ RetainedFp8 retained_layout(const Spec& spec, const Plan& plan) {
     RetainedFp8 r;
     if (plan.strategy != Strategy::retain) return r;
     const Expr n = slot(Slot::num_tokens);
-    const std::int64_t whole_pitch = multiple_above(spec.vocab_size, kFp8ClassGroup);
+    const Expr columns = vocab_columns(spec);
+    const Expr whole_pitch = round_up(columns, kFp8ClassGroup);
     Pieces pieces;
     pieces.take(static_cast<std::int64_t>(sizeof(Fp8Largest)));
     r.powers = pieces.take(n * 4);
@@ -74,12 +75,12 @@ RetainedFp8 retained_layout(const Spec& spec, const Plan& plan) {
     r.exponentials = pieces.end();
     const Expr numbers = pieces.end();
     pieces.take(n * whole_pitch);
-    r.most = pieces.end() + token_positions() * spec.vocab_size;
+    r.most = pieces.end() + token_positions() * columns;
     const Expr bytes = slot(Slot::retained_bytes);
     const Expr fitting = floor_div(max(bytes - numbers - kWorkspaceAlignment, 0), max(n, 1) + token_positions());
-    const Expr part = min(round_down(fitting, kFp8Quantum), multiple_below(spec.vocab_size, kFp8Quantum));
+    const Expr part = min(round_down(fitting, kFp8Quantum), round_down(columns, kFp8Quantum));
     const Expr all = less(r.most, bytes + 1);
-    r.columns = select(all, spec.vocab_size, part);
+    r.columns = select(all, columns, part);
     r.pitch = select(all, whole_pitch, part);
     r.turned = r.exponentials + round_up(n * r.pitch, kWorkspaceAlignment);
     return r;
@@ -108,6 +109,8 @@ ForwardLayoutFp8 forward_layout(const Spec& spec, const Plan& plan) {
     const std::int64_t codes = code_pitch(spec) + 4;
     const Expr most = floor_div((plan.scratch_bytes - reserve_bytes(spec)) * tile, codes * tile + f.partial_rows * 8);
     f.cut = cut_columns(0, spec.vocab_size, whole_quanta(most));
+    // A shard with fewer classes has fewer stretches, of the same width.
+    if (is_shard(spec)) f.cut = cut_chunks(0, vocab_columns(spec), f.cut.width);
     f.column_scales = pieces.take(f.cut.width * 4);
     f.weight_codes = pieces.take(f.cut.width * code_pitch(spec));
     f.partials = pieces.take(floor_div(f.cut.width, tile) * f.partial_rows * 8);
@@ -127,9 +130,10 @@ void place_again(const Spec& spec, const Device& device, const Plan& plan, const
     constexpr std::int64_t kAlignments = 8 * kWorkspaceAlignment;
     const Expr most = whole_quanta(plan.vocab_chunk);
     const std::int64_t row_bytes = grad_row_bytes(spec);
-    const std::int64_t all_bytes = spec.vocab_size * row_bytes;
-    Cut wide{.first = b.retained.columns, .end = spec.vocab_size};
-    wide.width = whole_waves(spec, device, min(whole_quanta(floor_div(all_bytes / kShare, again_bytes(spec))), most));
+    const Expr columns = vocab_columns(spec);
+    const Expr all_bytes = columns * row_bytes;
+    Cut wide{.first = b.retained.columns, .end = columns};
+    wide.width = whole_waves(spec, device, min(whole_quanta(floor_div(floor_div(all_bytes, kShare), again_bytes(spec))), most));
     const Expr begin = round_down(max(all_bytes - wide.width * again_bytes(spec) - kAlignments, 0), kWorkspaceAlignment);
     const Expr count = floor_div(max(floor_div(begin, row_bytes) - wide.first, 0), wide.width);
     wide.count = select(has_free_gradient(spec), count, 0);
@@ -139,15 +143,15 @@ void place_again(const Spec& spec, const Device& device, const Plan& plan, const
         b.again_places.push_back(chunk_places(spec, round_up(slot(Slot::grad_weight) + begin, kWorkspaceAlignment), wide.width));
     }
     const Expr fitting = floor_div(plan.scratch_bytes - reserve_bytes(spec), again_bytes(spec));
-    b.again.push_back(cut_chunks(rest, spec.vocab_size, whole_waves(spec, device, min(whole_quanta(fitting), most))));
+    b.again.push_back(cut_chunks(rest, columns, whole_waves(spec, device, min(whole_quanta(fitting), most))));
     b.again_places.push_back(chunk_places(spec, scratch, b.again.back().width));
 }
 
 /// Chunks of the retained columns' weight turned over, in grad_weight's memory where that is free.
 void place_kept(const Spec& spec, const Expr& scratch, const Expr& room, BackwardLayoutFp8& b) {
-    const std::int64_t free = spec.vocab_size * grad_row_bytes(spec) - kWorkspaceAlignment;
-    const std::int64_t wide = multiple_below(free / spec.hidden_size, kFp8Quantum);
-    const Expr takes = wide > 0 ? has_free_gradient(spec) : Expr(0);
+    const Expr free = max(vocab_columns(spec) * grad_row_bytes(spec) - kWorkspaceAlignment, 0);
+    const Expr wide = round_down(floor_div(free, spec.hidden_size), kFp8Quantum);
+    const Expr takes = select(less(0, wide), has_free_gradient(spec), 0);
     b.kept = cut_columns(0, b.retained.columns, select(takes, wide, whole_quanta(floor_div(room, spec.hidden_size))));
     b.kept_places.turned_weight = select(takes, round_up(slot(Slot::grad_weight), kWorkspaceAlignment), scratch);
 }

@@ -67,7 +67,7 @@ struct BackwardLayoutFp8 : BackwardLayout {
     Expr target_logits{0};  //
     Expr order{0};          //
     Expr row_scales{0};     //
-    Expr class_scales{0};   ///< [V], and so is the next one, where logits are made again
+    Expr class_scales{0};   ///< [V], of the most classes that a shard has, and so is the next one, where logits are made again
     Expr class_largest{0};  //
     Expr hidden_codes{0};   ///< [N, code_pitch]
     Expr hidden_turned{0};  ///< [D, token_positions]

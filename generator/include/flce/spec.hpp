@@ -107,7 +107,7 @@ struct Spec {
                     ///< token, without a gradient; of equal logits the smaller class comes first. 0: none
     Fp8Operands fp8 = Fp8Operands::none;        ///< operands of all three products are rounded to 8 bits: the logits' to this format, the
                                                 ///< gradients' to fp8_dlogits and e4m3. Not together with a weight in another form than the
-                                                ///< dtype, hidden_major, a shard, a teacher, and options that refuse it by name
+                                                ///< dtype, hidden_major, a teacher, and options that refuse it by name
     Fp8Dlogits fp8_dlogits = Fp8Dlogits::e5m2;  ///< with fp8: e5m2 has the range of far tails, e4m3 one more bit
     Outputs outputs{};
 
