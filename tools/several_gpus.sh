@@ -14,6 +14,7 @@ parts=("${@:2}")
 cd "$(dirname "$0")/.." || exit 2
 python=tools/python.sh
 gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())')
+capability=$("$python" -c 'import torch; print(torch.cuda.get_device_capability())')
 ((gpus >= 2)) || { echo "several_gpus.sh: $gpus GPUs here; it takes 2 or more" >&2 && exit 2; }
 export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1 NVSHMEM_REMOTE_TRANSPORT=none
 export OMP_NUM_THREADS=2 PYTHONUNBUFFERED=1
@@ -39,6 +40,7 @@ worker tensor_parallel_property 270 &
 {
     worker tensor_parallel_nccl 60
     worker tensor_parallel_heads 60
+    [[ $capability != "(9, 0)" ]] || worker tensor_parallel_fp8 60  # an FP8 head's GPUs
     worker compat_parallel 150
     worker engine 60
 } &

@@ -65,8 +65,6 @@ class _Given:
             _formats.refuse_codes("weight", self.codes, f"and linear_{place} {_NO_CODES}")
         self.weight: Tensor = read if self.codes is None else self.codes.weight
         self.parallel = _parallel.asked(**self.ranks) if self.ranks else None
-        if self.parallel is not None and self.options.get("fp8") is not None:
-            raise errors.ArgumentError("fp8 is given with process_group; products in 8 bits are of a whole weight: leave fp8 out")
         if not isinstance(self.tensors.get("temperature"), Tensor):
             self.options["temperature"] = self.tensors.pop("temperature", None)
         self.shift, self.cu_seqlens = self.options.pop("shift", 0), self.tensors.pop("cu_seqlens", None)

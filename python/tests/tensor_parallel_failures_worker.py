@@ -83,6 +83,7 @@ def differing(name: str, *, later: bool = False) -> None:
         "dtype": ({"hidden": layer.hidden.bfloat16(), "weight": given["weight"].bfloat16()}, "hidden's dtype differs"),
         "reduction": ({"reduction": "sum"}, "reduction differs between ranks of the process group: 'mean' on rank 0, 'sum' on 1"),
         "options": ({"softcap": 4.0}, "the options differs"),
+        "fp8": ({"fp8": flce.Fp8()}, "the options differs"),
         "outputs": ({"return_entropy": True}, "the options differs"),
         "ignore_index": ({"ignore_index": -1}, "ignore_index differs"),
         "bias": ({"bias": torch.zeros(given["weight"].shape[0])}, "whether bias is given differs"),
@@ -99,7 +100,7 @@ def differing(name: str, *, later: bool = False) -> None:
 
 
 DIFFERING = (
-    *("labels", "fewer tokens", "label dtype", "hidden size", "dtype", "reduction", "options", "outputs", "ignore_index", "bias"),
+    *("labels", "fewer tokens", "label dtype", "hidden size", "dtype", "reduction", "options", "fp8", "outputs", "ignore_index", "bias"),
     *("temperature", "token_weight", "num_valid_tokens", "reduce_dtype", "vocab_size", "vocab_start", "sequence"),
 )
 

@@ -16,7 +16,6 @@ from torch.utils.checkpoint import checkpoint
 
 import flce
 from flce import errors
-from flce.parallel import _parallel
 
 FORMS = [flce.Fp8(logits, dlogits) for logits in ("int8", "e4m3") for dlogits in ("e5m2", "e4m3")]
 CLASSES, HIDDEN, TOKENS = 501, 64, 90
@@ -267,13 +266,6 @@ def test_losses_in_plain_torch_refuse_it(device: str) -> None:
         flce.LinearCrossEntropyLoss(layer, shift=0, fp8=True)
     with pytest.raises(errors.ArgumentError, match=r"it must be a flce.Fp8"):
         flce.FusedLMHead(HIDDEN, CLASSES, fp8="e4m3")
-
-
-def test_a_weight_over_ranks_is_refused(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    hidden, weight, target = tensors(device)
-    monkeypatch.setattr(_parallel, "asked", lambda **ranks: ranks)
-    with pytest.raises(errors.ArgumentError, match="fp8 is given with process_group"):
-        flce.linear_cross_entropy(hidden, weight, target, process_group=object(), fp8=flce.Fp8())
 
 
 @pytest.mark.parametrize("fp8", [flce.Fp8(), flce.Fp8("e4m3", "e4m3")], ids=["int8", "e4m3"])
