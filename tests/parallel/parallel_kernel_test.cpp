@@ -72,6 +72,10 @@ std::vector<OptionSet> some_options() {
         const std::string name = set.name;
         if (name == "plain" || name.starts_with("everything") || name == "accumulate" || name == "weight_fp32") some.push_back(set);
     }
+    some.push_back({"fp8", [](Spec& s) {
+                        s.fp8 = Fp8Operands::int8;
+                        s.bias = s.class_weight = true;
+                    }});
     return some;
 }
 
