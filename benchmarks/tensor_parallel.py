@@ -20,6 +20,7 @@ slowest rank's; the table has medians of a step in milliseconds, and what the ho
     flce, retained     forward and backward with everything retained (workspace_limit_bytes without a bound)
     flce               the same by default
     one GPU            flce with everything retained on the whole layer, each rank by itself
+    flce, fp8          `flce, retained` with fp8=flce.Fp8(), on Hopper (asked for by --contenders alone)
     liger              liger-cute-kernels, if it and liger_kernel are installed (asked for by --contenders alone)
 
 rate: the work of a GPU in its time, against the one GPU's: one GPU / ranks / contender. same_bits: whether loss, and grad_hidden, had the
@@ -52,6 +53,7 @@ import flce
 
 SHAPES = ("8192x4096x128256", "4096x2048x151936", "3328x4096x128256", "4800x4096x128256")
 CONTENDERS = ("floor6", "floor6, reduced", "loss_parallel", "flce, retained", "flce", "one GPU")
+ASKED_FOR = ("flce, fp8", "liger")
 ALL = 1 << 40
 RETAINED: dict[str, Any] = {"workspace_limit_bytes": ALL, "retain_in_grad_weight": False}
 BEHIND_CYCLES = 2_000_000  # 1 ms of the GPU's clock
@@ -124,6 +126,7 @@ class Layer:
             "loss_parallel": self.loss_parallel,
             "flce, retained": lambda: self.fused(**RETAINED),
             "flce": self.fused,
+            "flce, fp8": lambda: self.fused(fp8=flce.Fp8(), **RETAINED),
             "one GPU": self.alone,
             "liger": self.liger,
         }
@@ -276,7 +279,9 @@ def provenance(commit: str | None) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", default=SHAPES, help="num_tokens x hidden_size x vocab_size, of all ranks together")
-    parser.add_argument("--contenders", nargs="+", default=CONTENDERS, choices=(*CONTENDERS, "liger"), help="(default: all but liger)")
+    parser.add_argument(
+        "--contenders", nargs="+", default=CONTENDERS, choices=(*CONTENDERS, *ASKED_FOR), help="(default: all but the last two)"
+    )
     parser.add_argument("--rounds", type=int, default=12, help="that are measured, after two that are not (default: 12)")
     parser.add_argument("--steps", type=int, default=4, help="one after another in a run (default: 4)")
     parser.add_argument("--pause", type=float, default=0.1, help="seconds before a run (default: 0.1)")
@@ -300,7 +305,7 @@ def main() -> None:
         layer = Layer(shape, mesh)
         found = report["shapes"][shape] = measured(layer, options.contenders, options.rounds, options.steps, options.pause)
         if options.timeline:
-            for name in sorted({"flce", "flce, retained"} & found.keys()):
+            for name in sorted({"flce", "flce, retained", "flce, fp8"} & found.keys()):
                 found[name]["timeline"] = timeline(layer, layer.contenders()[name])
         if dist.get_rank() == 0:
             show(shape, found, f"{report['ranks']} x {report['gpu']}")
