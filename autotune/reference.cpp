@@ -439,17 +439,13 @@ void BasicReference<Real>::add_grad_hidden(std::size_t begin, std::size_t end, s
             if (problem_.between_blocks) problem_.between_blocks();
             const std::int64_t j1 = std::min(v, j0 + kWeightBlock);
             load_weight({j0, j1}, {first, last}, weight.data());
-            const std::vector<Real> exact = is_fp8(problem_.spec) ? weight : std::vector<Real>();  // with fp8 the targets' rows
+            const std::vector<Real> exact = is_fp8(problem_.spec) ? weight : std::vector<Real>();
             if (!exact.empty()) fp8_.to_gradient_operand(weight);
             for (std::size_t r = begin; r < end; ++r) {
                 if (ignored(tokens_[r])) continue;
                 const Real* of_token = gradients.data() + (r - begin) * static_cast<std::size_t>(v);
                 std::fill(slice.begin(), slice.end(), Real(0));
-                const std::int64_t y = problem_.target[static_cast<std::size_t>(tokens_[r])];
-                if (!exact.empty() && y >= j0 && y < j1) {
-                    add_scaled<Real>(slice.data(), of_token[y], exact.data() + (y - j0) * width, width);
-                    add_scaled<Real>(slice.data(), -of_token[y], weight.data() + (y - j0) * width, width);
-                }
+                if (!exact.empty()) add_exact_terms(tokens_[r], {j0, j1}, of_token, exact, weight, slice);
                 for (std::int64_t j = j0; j < j1; ++j) add_scaled<Real>(slice.data(), of_token[j], weight.data() + (j - j0) * width, width);
                 add_scaled<Real>(grad_hidden_.data() + static_cast<std::int64_t>(r) * d + first, Real(1), slice.data(), width);
             }
@@ -479,6 +475,8 @@ Real BasicReference<Real>::grad_weight_row(std::int64_t row, std::span<Real> out
             bias += dz;
             if (is_fp8(problem_.spec) && problem_.target[static_cast<std::size_t>(i)] != row) {
                 add_scaled<Real>(slice.data(), fp8_exponential(i, z), fp8_.gradient_hidden(i), d);
+                add_scaled<Real>(slice.data(), -fp8_smoothing(i, row), hidden_.data() + i * d, d);
+                bias -= fp8_smoothing(i, row);
             } else {
                 add_scaled<Real>(slice.data(), dz, hidden_.data() + i * d, d);
             }

@@ -47,7 +47,7 @@ ReferenceFp8<Real>::ReferenceFp8(const ReferenceProblem& problem, std::span<cons
     if (!is_fp8(spec_)) return;
     const auto d = static_cast<std::size_t>(spec_.hidden_size);
     hidden_.assign(hidden.begin(), hidden.end());
-    for (std::size_t first = 0; first < hidden_.size(); first += d) to_logit_operand({hidden_.data() + first, d});
+    for (std::size_t first = 0; first < hidden_.size(); first += d) to_logit_operand({hidden_.data() + first, d}, spec_.fp8_hidden_scale);
     float largest = 0;
     std::vector<float> row(d);
     for (std::int64_t j = 0; j < spec_.vocab_size; ++j) {
@@ -58,9 +58,11 @@ ReferenceFp8<Real>::ReferenceFp8(const ReferenceProblem& problem, std::span<cons
 }
 
 template <class Real>
-void ReferenceFp8<Real>::to_logit_operand(std::span<Real> row) const {
+void ReferenceFp8<Real>::to_logit_operand(std::span<Real> row, double given) const {
     const bool int8 = spec_.fp8 == Fp8Operands::int8;
-    const fp8::RowScale scale = fp8::row_scale(largest_of(std::span<const Real>(row)), int8 ? fp8::int8_most() : fp8::e4m3_most());
+    const float largest = largest_of(std::span<const Real>(row));
+    const fp8::RowScale scale = given != 0.0 ? fp8::given_row_scale(largest, static_cast<float>(given))
+                                             : fp8::row_scale(largest, int8 ? fp8::int8_most() : fp8::e4m3_most());
     for (Real& number : row) {
         const float scaled = static_cast<float>(number) * scale.factor;
         number = Real{int8 ? fp8::rounded_to_int8(scaled) : fp8::rounded_to_e4m3(scaled)} * Real{scale.scale};
@@ -121,8 +123,32 @@ Real BasicReference<Real>::common_slope(std::int64_t token) const {
 
 template <class Real>
 Real BasicReference<Real>::fp8_factor(std::int64_t token) const {
-    const Real a = unrounded_gradient(token, problem_.target[static_cast<std::size_t>(token)], {}, Real(1), Real(0));
+    const std::int64_t target = problem_.target[static_cast<std::size_t>(token)];
+    const Real a = unrounded_gradient(token, target, {}, Real(1), Real(0)) - unrounded_gradient(token, target, {}, Real(0), Real(0));
     return fp8_.factor(a * common_slope(token), lse_[static_cast<std::size_t>(token)]);
+}
+
+template <class Real>
+Real BasicReference<Real>::fp8_smoothing(std::int64_t token, std::int64_t row) const {
+    if (problem_.spec.label_smoothing == 0 || problem_.target[static_cast<std::size_t>(token)] == row) return 0;
+    return -unrounded_gradient(token, row, {}, Real(0), Real(0)) * common_slope(token);
+}
+
+template <class Real>
+void BasicReference<Real>::add_exact_terms(std::int64_t token, Range rows, const Real* gradients, const std::vector<Real>& exact,
+                                           const std::vector<Real>& rounded, std::span<Real> sum) const {
+    const std::size_t width = sum.size();
+    const auto add = [&](Real factor, const std::vector<Real>& block, std::int64_t row) {
+        const Real* const from = block.data() + static_cast<std::size_t>(row - rows.begin) * width;
+        for (std::size_t k = 0; k < width; ++k) sum[k] += factor * from[k];
+    };
+    const std::int64_t y = problem_.target[static_cast<std::size_t>(token)];
+    if (y >= rows.begin && y < rows.end) {
+        add(gradients[y], exact, y);
+        add(-gradients[y], rounded, y);
+    }
+    if (problem_.spec.label_smoothing == 0) return;
+    for (std::int64_t j = rows.begin; j < rows.end; ++j) add(-fp8_smoothing(token, j), exact, j);
 }
 
 template <class Real>
@@ -144,6 +170,12 @@ template void BasicReference<double>::set_fp8_factors();
 template void BasicReference<float>::set_fp8_factors();
 template double BasicReference<double>::fp8_factor(std::int64_t) const;
 template float BasicReference<float>::fp8_factor(std::int64_t) const;
+template double BasicReference<double>::fp8_smoothing(std::int64_t, std::int64_t) const;
+template float BasicReference<float>::fp8_smoothing(std::int64_t, std::int64_t) const;
+template void BasicReference<double>::add_exact_terms(std::int64_t, Range, const double*, const std::vector<double>&,
+                                                      const std::vector<double>&, std::span<double>) const;
+template void BasicReference<float>::add_exact_terms(std::int64_t, Range, const float*, const std::vector<float>&,
+                                                     const std::vector<float>&, std::span<float>) const;
 template double BasicReference<double>::fp8_exponential(std::int64_t, const Logit&) const;
 template float BasicReference<float>::fp8_exponential(std::int64_t, const Logit&) const;
 template void BasicReference<double>::load_logit_weight(Range, double*) const;

@@ -22,7 +22,7 @@ public:
     /// Rows of hidden [N, D] as operands of the logits.
     [[nodiscard]] const Real* hidden() const { return hidden_.data(); }
     /// A row of the weight becomes an operand of the logits.
-    void to_logit_operand(std::span<Real> row) const;
+    void to_logit_operand(std::span<Real> row) const { to_logit_operand(row, spec_.fp8_weight_scale); }
     /// Numbers of the weight become operands of grad_hidden.
     void to_gradient_operand(std::span<Real> numbers) const;
     /// The exponential of a logit, rounded, as its part of a gradient: times slope · factor(token) it is the gradient.
@@ -35,6 +35,8 @@ public:
     [[nodiscard]] const Real* gradient_hidden(std::int64_t token) const { return gradient_hidden_.data() + token * spec_.hidden_size; }
 
 private:
+    /// `given`: the spec's scale of the operand, or 0.
+    void to_logit_operand(std::span<Real> row, double given) const;
     [[nodiscard]] float exponent(Real lse) const;
 
     Spec spec_;

@@ -77,7 +77,7 @@ weight_dtype (also e4m3, nvfp4), weight_block (128, with e4m3), grad_weight_dtyp
 logit_scale, softcap, label_smoothing, z_loss, class_weight, class_offset, class_groups, offset_gradient, temperature, token_weight,
 batch_invariant, dft, teacher_top_k, hard_weight, support,
 teacher_hidden_size, divergence_beta, teacher_bias, teacher_logit_scale, teacher_softcap, top_k, fp8 (int8, e4m3),
-fp8_dlogits (e5m2, e4m3), outputs (loss+lse+logprobs+entropy+top1+log_sum_sq_probs).
+fp8_dlogits (e5m2, e4m3), fp8_hidden_scale, fp8_weight_scale, outputs (loss+lse+logprobs+entropy+top1+log_sum_sq_probs).
 
 Exit codes: 0 done, 1 a check failed, 2 usage or bad input, 3 environment (device, library, compiler, disk, standard output), 130 ended by
 Ctrl-C or SIGTERM.

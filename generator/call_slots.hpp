@@ -42,7 +42,9 @@ enum class WalkCode : std::int64_t { sums = 0, mixture = 1 };
     X(num_shards)              /* merge alone */                                                          \
     X(stage)                   /* StageCode */                                                            \
     X(walk)                    /* WalkCode */                                                             \
-    X(hidden_ready)            /* 0 or 1: hidden may be read in the first of two stages */
+    X(hidden_ready)            /* 0 or 1: hidden may be read in the first of two stages */                \
+    X(fp8_hidden_scale)        /* bits of the spec's, as fp32 has it; 0: none is given */             \
+    X(fp8_weight_scale)
 // clang-format on
 
 /// The tensors of FLCE_CALL_TENSORS come first, in its order: device addresses (host addresses for the CPU) as integers, 0 where absent.

@@ -180,14 +180,31 @@ void check_quantized(const Spec& s) {
     if (s.grad_weight_mode != GradMode::write) refuse("grad_weight_mode", to_string(s.grad_weight_mode), "write " + frozen);
 }
 
+void check_fp8_scales(const Spec& s) {
+    const auto check = [](std::string_view field, double scale) {
+        if (!(scale == 0.0 || (scale >= 0x1p-100 && scale <= 0x1p100))) {
+            refuse(field, scale, "from 2^-100 to 2^100, the number that one code stands for, or left out (a scale a row)");
+        }
+    };
+    check("fp8_hidden_scale", s.fp8_hidden_scale);
+    check("fp8_weight_scale", s.fp8_weight_scale);
+    constexpr std::string_view kBoth = "given together with the other one's: both scales of fp8, or neither";
+    if (s.fp8_hidden_scale == 0.0 && s.fp8_weight_scale != 0.0) refuse("fp8_hidden_scale", "(none)", kBoth);
+    if (s.fp8_hidden_scale != 0.0 && s.fp8_weight_scale == 0.0) refuse("fp8_weight_scale", "(none)", kBoth);
+}
+
 /// Refuses options that products in 8 bits have no arithmetic for.
 void check_fp8(const Spec& s) {
     if (s.fp8 > Fp8Operands::e4m3) refuse("fp8", static_cast<int>(s.fp8), "int8 or e4m3, or left out");
     if (s.fp8_dlogits > Fp8Dlogits::e4m3) refuse("fp8_dlogits", static_cast<int>(s.fp8_dlogits), "e5m2 or e4m3");
     if (!is_fp8(s)) {
-        if (s.fp8_dlogits != Fp8Dlogits::e5m2) refuse("fp8_dlogits", to_string(s.fp8_dlogits), "left out where there is no fp8");
+        constexpr std::string_view kNeedsFp8 = "left out where there is no fp8";
+        if (s.fp8_dlogits != Fp8Dlogits::e5m2) refuse("fp8_dlogits", to_string(s.fp8_dlogits), kNeedsFp8);
+        if (s.fp8_hidden_scale != 0.0) refuse("fp8_hidden_scale", s.fp8_hidden_scale, kNeedsFp8);
+        if (s.fp8_weight_scale != 0.0) refuse("fp8_weight_scale", s.fp8_weight_scale, kNeedsFp8);
         return;
     }
+    check_fp8_scales(s);
     const auto without = [](std::string_view option) { return fmt::format("{} with fp8; leave fp8 out", option); };
     if (is_quantized(s)) refuse("weight_dtype", weight_text(s), "left out with fp8, which rounds numbers; leave fp8 out for codes");
     if (rounds_weight(s)) {
@@ -202,7 +219,14 @@ void check_fp8(const Spec& s) {
     if (has_teacher_head(s)) refuse("teacher_hidden_size", s.teacher_hidden_size, without("0"));
     if (s.teacher_top_k != 0) refuse("teacher_top_k", s.teacher_top_k, without("0"));
     if (s.top_k != 0) refuse("top_k", s.top_k, without("0"));
-    if (s.label_smoothing != 0.0) refuse("label_smoothing", s.label_smoothing, without("0"));
+    if (s.label_smoothing != 0.0 && s.softcap != 0.0) {
+        refuse("label_smoothing", s.label_smoothing,
+               "0 with fp8 and a softcap, under which its gradient is no product of a number of the token and one of the class; leave "
+               "fp8, the softcap or label_smoothing out");
+    }
+    if (s.label_smoothing != 0.0 && is_shard(s)) {
+        refuse("label_smoothing", s.label_smoothing, "0 with fp8 and a whole_vocab_size (process_group); leave fp8 or label_smoothing out");
+    }
     if (s.class_groups) refuse("class_groups", true, without("false"));
     if (s.batch_invariant) refuse("batch_invariant", true, without("false"));
     if (s.outputs.entropy) refuse("outputs", "entropy", without("other outputs, whose gradients are multiples of probabilities,"));
@@ -321,6 +345,8 @@ bool is_quantized(const Spec& spec) noexcept { return spec.weight_format != Weig
 
 bool is_fp8(const Spec& spec) noexcept { return spec.fp8 != Fp8Operands::none; }
 
+bool has_fp8_scales(const Spec& spec) noexcept { return spec.fp8_hidden_scale != 0.0; }
+
 std::int64_t weight_row_bytes(const Spec& spec) noexcept {
     switch (spec.weight_format) {
         case WeightFormat::numbers: break;
@@ -398,7 +424,7 @@ std::size_t SpecHash::operator()(const Spec& s) const noexcept {
         bits = bits << 1 | static_cast<std::uint64_t>(flag);
     }
     auto real = [](double value) { return std::bit_cast<std::uint64_t>(value + 0.0); };  // 0 and −0 are equal
-    const std::array<std::uint64_t, 16> words = {static_cast<std::uint64_t>(s.hidden_size),
+    const std::array<std::uint64_t, 18> words = {static_cast<std::uint64_t>(s.hidden_size),
                                                  static_cast<std::uint64_t>(s.vocab_size),
                                                  static_cast<std::uint64_t>(s.padded_vocab_size),
                                                  static_cast<std::uint64_t>(s.whole_vocab_size),
@@ -413,7 +439,9 @@ std::size_t SpecHash::operator()(const Spec& s) const noexcept {
                                                  real(s.divergence_beta),
                                                  real(s.teacher_logit_scale),
                                                  real(s.teacher_softcap),
-                                                 static_cast<std::uint64_t>(s.top_k)};
+                                                 static_cast<std::uint64_t>(s.top_k),
+                                                 real(s.fp8_hidden_scale),
+                                                 real(s.fp8_weight_scale)};
     return XXH3_64bits(words.data(), sizeof(words));
 }
 

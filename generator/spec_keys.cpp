@@ -159,6 +159,8 @@ constexpr std::array kKeys = {
     SpecKey{"fp8", SpecKeyKind::word, [](Spec& s, Text k, Text v) { s.fp8 = read_enum(k, v, {Fp8Operands::int8, Fp8Operands::e4m3}); }},
     SpecKey{"fp8_dlogits", SpecKeyKind::word,
             [](Spec& s, Text k, Text v) { s.fp8_dlogits = read_enum(k, v, {Fp8Dlogits::e5m2, Fp8Dlogits::e4m3}); }},
+    SpecKey{"fp8_hidden_scale", SpecKeyKind::real, [](Spec& s, Text k, Text v) { s.fp8_hidden_scale = read_real(k, v); }},
+    SpecKey{"fp8_weight_scale", SpecKeyKind::real, [](Spec& s, Text k, Text v) { s.fp8_weight_scale = read_real(k, v); }},
     SpecKey{"outputs", SpecKeyKind::words, [](Spec& s, Text k, Text v) { s.outputs = read_outputs(k, v); }},
 };
 
@@ -248,6 +250,8 @@ std::vector<SpecEntry> spec_entries(const Spec& spec) {
     add("top_k", spec.top_k != 0, std::to_string(spec.top_k));
     add("fp8", is_fp8(spec), std::string(to_string(spec.fp8)));
     add("fp8_dlogits", spec.fp8_dlogits != Fp8Dlogits::e5m2, std::string(to_string(spec.fp8_dlogits)));
+    add("fp8_hidden_scale", spec.fp8_hidden_scale != 0.0, real_text(spec.fp8_hidden_scale));
+    add("fp8_weight_scale", spec.fp8_weight_scale != 0.0, real_text(spec.fp8_weight_scale));
     add("outputs", spec.outputs != Outputs{}, outputs_text(spec.outputs));
     return entries;
 }

@@ -2,6 +2,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <bit>
 
 #include "flce/flce.hpp"
 #include "generator/call_slots.hpp"
@@ -34,6 +35,8 @@ public:
         take_reduction(args.reduction);
         if constexpr (requires { args.walk; }) take_walk(args.walk);
         set(Slot::ignore_index, args.ignore_index);
+        set(Slot::fp8_hidden_scale, std::bit_cast<std::uint32_t>(static_cast<float>(spec_.fp8_hidden_scale)));
+        set(Slot::fp8_weight_scale, std::bit_cast<std::uint32_t>(static_cast<float>(spec_.fp8_weight_scale)));
         for (std::size_t i = 0; i < kCallTensorCount; ++i) {
             if (const auto field = fields_of(args)[i]) take(i, args.*field, use_of(kCallTensors[i], args, spec_));
         }

@@ -32,6 +32,7 @@ struct Fp8Row {
     float factor;           ///< r, times which its exponentials are gradients of its logits
     std::int32_t target;    ///< GradRow's, or kElsewhere
     float target_gradient;  ///< gradient of the label's logit, in the step whose chunk has it
+    float smoothing;        ///< with label smoothing: times a class's weight, what gradients of its logits are less by
 };
 
 /// One token in forward, where the spec has class_groups.

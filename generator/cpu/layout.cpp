@@ -142,6 +142,10 @@ CpuBackwardLayout place_backward(const Spec& spec, const Plan& plan, std::int64_
         l.fp8_rows = twice(rows * static_cast<std::int64_t>(sizeof(Fp8Row)), l.fp8_rows_stride);
         l.hidden_factors = twice(4 * rows, l.hidden_factors_stride);
     }
+    if (is_fp8(spec) && spec.label_smoothing > 0) {
+        l.weight_sum = arena.take(4 * spec.hidden_size);
+        l.hidden_sum = arena.take(4 * spec.hidden_size);
+    }
     l.grad_rows = arena.take(rows * static_cast<std::int64_t>(sizeof(GradRow)));
     l.dlogits_rows = twice(panel_bytes(p, rows, chunk), l.dlogits_rows_stride);
     l.dlogits_columns = twice(4 * chunk * depth_units(p, rows), l.dlogits_columns_stride);

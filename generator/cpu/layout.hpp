@@ -79,6 +79,8 @@ struct CpuBackwardLayout {
     std::int64_t hidden_factors = 0;   ///< and fp32 [rows], r · 2^q, for each of two steps in flight
     std::int64_t fp8_rows_stride = 0;  ///< bytes between the two steps' copies
     std::int64_t hidden_factors_stride = 0;
+    std::int64_t weight_sum = 0;          ///< with fp8 and label smoothing: fp32 [D], Σ c_j·weight[j]
+    std::int64_t hidden_sum = 0;          ///< and fp32 [D], Σ smoothing_i·hidden[i]
     std::int64_t dlogits_rows = 0;        ///< A of grad_hidden, for each of two steps in flight
     std::int64_t dlogits_columns = 0;     ///< A of grad_weight, for each of two steps in flight
     std::int64_t column_sums = 0;         ///< fp32 [row tiles, chunk], for each of two steps in flight

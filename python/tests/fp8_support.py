@@ -22,11 +22,14 @@ def to_e5m2(x: Tensor) -> Tensor:
     return x.clamp(-E5M2_MOST, E5M2_MOST).to(torch.float8_e5m2).double()
 
 
-def operands(rows: Tensor, form: str) -> Tensor:
-    """Rows as the logits' products have them: codes times the row's scale."""
+def operands(rows: Tensor, form: str, given: float | None = None) -> Tensor:
+    """Rows as the logits' products have them: codes times the row's scale, or times a scale that is given for all rows."""
     rows = rows.float()
     most = 127.0 if form == "int8" else E4M3_MOST
     largest = rows.abs().amax(-1, keepdim=True)
+    if given is not None:
+        scaled = rows * (torch.ones(()) / torch.tensor(given))
+        return (scaled.round().clamp(-127, 127).double() if form == "int8" else to_e4m3(scaled)) * float(torch.tensor(given))
     factor = torch.full_like(largest, most) / largest  # most / largest is most · (1 / largest) in torch, rounded twice
     scaled = rows * torch.where(largest > 0, factor, 0.0)
     codes = scaled.round().clamp(-127, 127) if form == "int8" else to_e4m3(scaled)
@@ -64,13 +67,17 @@ def truth_of(
     temperature: float = 1.0,
     z_loss: float = 0.0,
     class_weight: Tensor | None = None,
+    label_smoothing: float = 0.0,
 ) -> Truth:
     """The mean over targets that are not -100. All on the CPU."""
     hidden, weight, target = hidden.detach().cpu(), weight.detach().cpu(), target.cpu()
     valid = target >= 0
     rows = torch.arange(len(target))[valid]
     y = target[valid]
-    x = operands(hidden[valid], fp8.logits) @ operands(weight, fp8.logits).T + (0 if bias is None else bias.detach().cpu().double())
+    of_hidden, of_weight = fp8.scales if isinstance(fp8.scales, tuple) else (None, None)
+    x = operands(hidden[valid], fp8.logits, of_hidden) @ operands(weight, fp8.logits, of_weight).T + (
+        0 if bias is None else bias.detach().cpu().double()
+    )
     z, slope = x * logit_scale, torch.ones_like(x)
     if softcap:
         t = torch.tanh(z / softcap)
@@ -81,10 +88,13 @@ def truth_of(
     own = z[torch.arange(len(y)), y]
     of_class = torch.ones(len(y)) if class_weight is None else class_weight.cpu()[y]
     divisor = of_class.sum().double()
-    loss = (of_class * (lse - own)).sum() / divisor + (z_loss * lse * lse).mean()
+    weights = torch.ones(len(weight)).double() if class_weight is None else class_weight.cpu().double()
+    of_all = (weights * (lse[:, None] - z)).sum(-1) / len(weight)
+    loss = ((1 - label_smoothing) * of_class * (lse - own) + label_smoothing * of_all).sum() / divisor + (z_loss * lse * lse).mean()
 
-    hit = of_class / divisor
-    a = hit + 2 * z_loss * lse / len(y)
+    hit = (1 - label_smoothing) * of_class / divisor
+    smoothing = label_smoothing / len(weight) / divisor  # times a class's weight
+    a = hit + smoothing * weights.sum() + 2 * z_loss * lse / len(y)
     e5m2 = fp8.dlogits == "e5m2"
     k = torch.floor(lse.float() * LOG2_E).double() - (14 if e5m2 else 7)
     exponentials = (torch.exp2(z * LOG2_E - k[:, None]) * slope).float()
@@ -97,9 +107,11 @@ def truth_of(
     narrow_hidden, hidden_unit = to_e4m3_range(hidden[valid].double() * r[:, None])
     grad_hidden = torch.zeros(hidden.shape, dtype=torch.float64)
     grad_hidden[rows] = r[:, None] * (exponentials @ narrow_weight) * weight_unit + of_target[:, None] * weight[y].double()
+    grad_hidden[rows] -= smoothing * gain * (weights @ weight.double())
     grad_weight = exponentials.T @ narrow_hidden * hidden_unit
     grad_weight.index_add_(0, y, of_target[:, None] * hidden[valid].double())
-    grad_bias = (exponentials * r[:, None]).sum(0).index_add_(0, y, of_target)
+    grad_weight -= smoothing * gain * weights[:, None] * hidden[valid].double().sum(0)
+    grad_bias = (exponentials * r[:, None]).sum(0).index_add_(0, y, of_target) - smoothing * gain * weights * len(y)
     of_rows = [torch.zeros(len(target), dtype=torch.float64) for _ in range(2)]
     of_rows[0][rows], of_rows[1][rows] = lse, own - lse
     return Truth(loss, *of_rows, grad_hidden, grad_weight, grad_bias)

@@ -6,6 +6,7 @@ import copy
 import math
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -71,6 +72,8 @@ def test_a_loss_is_that_of_the_definition(fp8: flce.Fp8, dtype: torch.dtype, dev
         {"logit_scale": 0.5, "temperature": 0.7},
         {"z_loss": 1e-2},
         {"class_weight": True},
+        {"label_smoothing": 0.1},
+        {"label_smoothing": 0.2, "class_weight": True, "bias": True, "temperature": 1.3, "logit_scale": -0.5},
         {"bias": True, "softcap": 5.0, "temperature": 1.3},
     ],
 )
@@ -83,6 +86,39 @@ def test_options_mean_what_they_do_elsewhere(options: dict[str, Any], device: st
         options["bias"] = torch.randn(CLASSES, device=device, dtype=torch.bfloat16).requires_grad_()
     loss = flce.linear_cross_entropy(hidden, weight, target, fp8=flce.Fp8(), **options)
     check(loss, hidden, weight, truth_of(hidden, weight, target, flce.Fp8(), **options), options.get("bias"))
+
+
+SCALES = (2.0 / 127, 0.7 / 127)  # hidden states have a deviation of 1 and more, the weight's numbers of a quarter
+
+
+@pytest.mark.parametrize("scales", [SCALES, (0.01, 0.001), (1.0, 0.05)])
+@pytest.mark.parametrize("fp8", FORMS)
+def test_scales_that_are_given(fp8: flce.Fp8, scales: tuple[float, float], device: str) -> None:
+    """Codes end at the format's largest."""
+    hidden, weight, target = tensors(device)
+    fp8 = replace(fp8, scales=scales)
+    expected = truth_of(hidden, weight, target, fp8)
+    cut_off = device != "cpu" and fp8.logits == "e4m3"
+    check(flce.linear_cross_entropy(hidden, weight, target, fp8=fp8), hidden, weight, expected, cut_off=cut_off)
+    assert error(expected.loss, truth_of(hidden, weight, target, flce.Fp8(fp8.logits)).loss) > 1e-4
+
+
+def test_a_row_without_numbers_has_no_scale_that_is_given(device: str) -> None:
+    hidden, weight, target = tensors(device)
+    for none in (math.nan, math.inf):
+        with torch.no_grad():
+            hidden[1, 3] = none
+        losses = flce.linear_cross_entropy(hidden, weight, target, reduction="none", fp8=flce.Fp8(scales=SCALES))
+        assert losses[1].isnan() and not losses[2:].isnan().any()
+
+
+def test_other_scales_compile_nothing(device: str) -> None:
+    hidden, weight, target = tensors(device)
+    flce.linear_cross_entropy(hidden, weight, target, fp8=flce.Fp8(scales=SCALES)).backward()
+    before = flce.cache_statistics()["compiled"]
+    for scale in (0.5, 0.25):
+        flce.linear_cross_entropy(hidden, weight, target, fp8=flce.Fp8(scales=(scale, 0.5))).backward()
+    assert flce.cache_statistics()["compiled"] == before
 
 
 def test_it_is_near_the_exact_layer(device: str) -> None:
@@ -158,6 +194,26 @@ def of_a_linear(hidden: Tensor, weight: nn.Parameter, target: Tensor) -> Tensor:
     return flce.linear_cross_entropy(hidden, layer, target, fp8=flce.Fp8())
 
 
+def scaled(hidden: Tensor, weight: nn.Parameter, target: Tensor) -> Tensor:
+    return flce.linear_cross_entropy(hidden, weight, target, fp8=flce.Fp8(scales=SCALES))
+
+
+def test_scales_under_compile(device: str) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(scaled, fullgraph=True, backend="aot_eager")
+    for got, each in zip(results(compiled, device), results(scaled, device), strict=True):
+        assert torch.equal(got, each)
+
+
+def test_scales_of_a_loss_and_a_head(device: str) -> None:
+    hidden, weight, target = tensors(device)
+    expected, fp8 = scaled(hidden, weight, target), flce.Fp8(scales=SCALES)
+    head = flce.FusedLMHead(HIDDEN, CLASSES, bias=False, fp8=fp8, device="meta")
+    head.weight = weight
+    assert torch.equal(head(hidden, labels=target), expected)
+    assert torch.equal(flce.LinearCrossEntropyLoss(head, impl="flce", shift=0, fp8=fp8)(hidden[None], target[None]), expected)
+
+
 @pytest.mark.parametrize("way", [plain, by_loss, by_head, checkpointed, compiled, limited, of_a_linear])
 def test_every_way_gives_the_same_bits(way: Callable[[Tensor, nn.Parameter, Tensor], Tensor], device: str) -> None:
     if device != "cpu" and way is limited:
@@ -202,6 +258,8 @@ def test_a_kernel_by_name(device: str) -> None:
     assert "fp8=e4m3,fp8_dlogits=e4m3" in kernel.explain()
     layer = {"hidden_size": HIDDEN, "vocab_size": CLASSES, "fp8": flce.Fp8("e4m3", "e4m3"), "device": device}
     assert flce.warmup([layer], num_tokens=[TOKENS]) == [kernel]
+    given = flce.get_kernel(HIDDEN, CLASSES, fp8=flce.Fp8(scales=(0.25, 1e-3)), device=device, num_tokens=TOKENS)
+    assert "fp8=int8,fp8_hidden_scale=0.25,fp8_weight_scale=0.001" in given.explain()
     assert "fp8" not in flce.get_kernel(HIDDEN, CLASSES, device=device, num_tokens=TOKENS).explain()
 
 
@@ -211,14 +269,30 @@ def test_fp8_is_a_value() -> None:
     assert repr(flce.Fp8()) == "Fp8(logits='int8', dlogits='e5m2', scales='dynamic')"
     for wrong, name in (({"logits": "fp8"}, "logits"), ({"dlogits": "int8"}, "dlogits"), ({"scales": "static"}, "scales")):
         with pytest.raises(errors.ArgumentError, match=f"{name} is '{wrong[name]}'; allowed are"):
-            flce.Fp8(**wrong)
+            flce.Fp8(**wrong)  # type: ignore[arg-type]
+    assert hash(flce.Fp8(scales=[1, 0.5])) == hash(flce.Fp8(scales=(1.0, 0.5)))  # type: ignore[arg-type]
+    assert flce.Fp8(scales=(1, 0.5)).scales == (1.0, 0.5) and flce.Fp8(scales=(1, 0.5)) != flce.Fp8()
+    not_scales: list[Any] = [
+        (1.0,),
+        (1.0, 0.0),
+        (1.0, math.nan),
+        (1.0, math.inf),
+        (-1.0, 1.0),
+        (True, 1.0),
+        (torch.ones(()), 1.0),
+        1.0,
+        None,
+    ]
+    for scales in not_scales:
+        with pytest.raises(errors.ArgumentError, match=r"scales is .*'dynamic' and a pair"):
+            flce.Fp8(scales=scales)
 
 
 REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "a word": ({"fp8": "int8"}, errors.ArgumentError, r"fp8 is 'int8'; it must be a flce.Fp8"),
-    "label_smoothing": ({"label_smoothing": 0.1}, errors.SpecError, "label_smoothing.*leave fp8 out"),
-    "entropy": ({"return_entropy": True}, errors.SpecError, "entropy.*leave fp8 out"),
-    "batch_invariant": ({"batch_invariant": True}, errors.SpecError, "batch_invariant.*leave fp8 out"),
+    "label_smoothing": ({"label_smoothing": 0.1, "softcap": 30.0}, errors.SpecError, "label_smoothing is 0.1 with fp8 and a softcap"),
+    "entropy": ({"return_entropy": True}, errors.SpecError, "return_entropy is True with fp8.*leave return_entropy or fp8 out"),
+    "batch_invariant": ({"batch_invariant": True}, errors.SpecError, "batch_invariant is True with fp8.*leave batch_invariant or fp8 out"),
 }
 
 
@@ -228,6 +302,21 @@ def test_refused_by_name(name: str, device: str) -> None:
     options, kind, message = REFUSED[name]
     with pytest.raises(kind, match=message):
         flce.linear_cross_entropy(hidden, weight, target, **{"fp8": flce.Fp8(), **options})
+
+
+def test_losses_and_heads_refuse_when_they_are_made() -> None:
+    for options, kind, message in REFUSED.values():
+        if "return_entropy" in options:
+            continue  # an argument of a call
+        with pytest.raises(kind, match=message):
+            flce.FusedLMHead(HIDDEN, CLASSES, **{"fp8": flce.Fp8(), **options})
+        with pytest.raises(kind, match=message):
+            flce.LinearCrossEntropyLoss(nn.Linear(HIDDEN, CLASSES), shift=0, **{"fp8": flce.Fp8(), **options})
+    with pytest.raises(errors.SpecError, match="with fp8 and process_group: leave label_smoothing or fp8 out"):
+        flce.FusedLMHead(HIDDEN, CLASSES, fp8=flce.Fp8(), label_smoothing=0.1, process_group=object())
+    head = flce.FusedLMHead(HIDDEN, CLASSES, fp8=flce.Fp8())
+    with pytest.raises(errors.SpecError, match="return_entropy is True with fp8"):
+        head(torch.randn(3, HIDDEN), labels=torch.zeros(3, dtype=torch.int64), return_entropy=True)
 
 
 def test_weights_that_are_refused(device: str) -> None:

@@ -3,13 +3,11 @@
 // grad_weight_c = dzᵀ·H. The tasks that multiply step s and those that compute the dz of step s + 1 run together, so that threads meet
 // once a step.
 #include <algorithm>
-#include <cmath>
 #include <cstring>
 #include <optional>
-#include <utility>
 
-#include "generator/logit_transforms.hpp"
 #include "runtime/cpu/divergence.hpp"
+#include "runtime/cpu/fp8_gradients.hpp"
 #include "runtime/cpu/passes.hpp"
 #include "runtime/cpu/teacher.hpp"
 #include "templates/common/fp8_codes.cuh"
@@ -60,13 +58,16 @@ public:
           retained_(cpu_retained(context.plan, call.num_tokens(), call.vocab_columns(),
                                  has_teacher_head(spec_) ? 0 : call.value(Slot::retained_bytes))) {
         if (has_teacher_head(spec_)) divergence_.emplace(call);
+        if (!is_fp8(spec_)) return;
+        fp8_.emplace(context, call, reinterpret_cast<float*>(workspace_ + layout_.weight_sum),
+                     reinterpret_cast<float*>(workspace_ + layout_.hidden_sum));
     }
 
     void run() {
         // Both gradients go along with each other, chunk by chunk.
         if (static_cast<BackwardStage>(call_.value(Slot::stage)) == BackwardStage::rest) return;
         clear_what_no_step_writes();
-        if (is_fp8(spec_)) find_powers();
+        if (fp8_) fp8_->find_powers([this](std::int64_t token) { return grad_row(token, 0); });
         const std::int64_t blocks = layout_.row_blocks.count;
         const std::int64_t steps = blocks * layout_.chunks.count;
         for (std::int64_t s = 0; s <= steps && steps > 0; ++s) {
@@ -111,6 +112,7 @@ private:
     [[nodiscard]] Fp8Row* fp8_rows(const Step& s) const {
         return reinterpret_cast<Fp8Row*>(workspace_ + layout_.fp8_rows + s.index % 2 * layout_.fp8_rows_stride);
     }
+    [[nodiscard]] Fp8Step fp8_step(const Step& s) const { return {fp8_rows(s), s.token, s.rows, s.vocab, s.first_chunk, s.first_block}; }
     [[nodiscard]] float* hidden_factors(const Step& s) const {
         return reinterpret_cast<float*>(workspace_ + layout_.hidden_factors + s.index % 2 * layout_.hidden_factors_stride);
     }
@@ -126,37 +128,12 @@ private:
         }
         for (std::int64_t i = 0; i < padded_rows(s.rows); ++i) {
             grad_rows()[i] = i < s.rows ? grad_row(s.token + i, s.vocab) : kInertRow;
-            if (is_fp8(spec_)) set_fp8_row(s, i);
+            if (!fp8_) continue;
+            fp8_rows(s)[i] = fp8_->row(grad_rows()[i]);
+            hidden_factors(s)[i] = fp8_rows(s)[i].factor * fp8::power_of_two(fp8_->hidden_power());
         }
     }
 
-    /// Powers of two for the operands of both products: of the whole weight, and of all tokens' hidden states times their factors.
-    void find_powers() {
-        constexpr std::int64_t kTokensPerTask = 64;
-        if (wants(Slot::grad_hidden)) weight_power_ = fp8_weight_power(context_, call_);
-        if (!wants(Slot::grad_weight)) return;
-        const Blocks tasks = fixed_blocks(call_.num_tokens(), kTokensPerTask);
-        LargestNumber largest;
-        context_.workers->run(tasks.count, context_.threads, [&](std::int64_t task, std::int64_t) {
-            for (std::int64_t token = tasks.begin(task); token < tasks.begin(task) + tasks.length(task); ++token) {
-                const GradRow row = grad_row(token, 0);
-                if (row.target == GradRow::kIgnored) continue;
-                const std::byte* const hidden = call_.pointer(Slot::hidden) + token * spec_.hidden_size * element_;
-                largest.add(std::abs(fp8_factor(row)) * largest_finite(spec_.dtype, hidden, spec_.hidden_size));
-            }
-        });
-        hidden_power_ = fp8::e4m3_power(largest.value());
-    }
-    /// r of a row that is not ignored.
-    [[nodiscard]] float fp8_factor(const GradRow& row) const {
-        return fp8::row_factor(row.coefficients.a * logit_slope(spec_).scale / row.temperature, row.exponent, row.lse);
-    }
-    void set_fp8_row(const Step& s, std::int64_t i) const {
-        const GradRow& row = grad_rows()[i];
-        const float factor = row.target == GradRow::kIgnored ? 0.F : fp8_factor(row);
-        fp8_rows(s)[i] = {factor, std::max(row.target, GradRow::kElsewhere), 0.F};
-        hidden_factors(s)[i] = factor * fp8::power_of_two(hidden_power_);
-    }
     [[nodiscard]] std::int64_t padded_rows(std::int64_t rows) const { return (rows + plan_.micro_m - 1) / plan_.micro_m * plan_.micro_m; }
 
     /// Upstream gradients of one token as coefficients of its logits.
@@ -221,7 +198,7 @@ private:
                                 grad_rows() + range.row, range.column, slot.class_offset, slot.class_groups);
         }
         if (teacher_.present()) subtract_teacher(slot.tile, s, range);
-        if (is_fp8(spec_)) round_tile(slot.tile, s, range);
+        if (fp8_) fp8_->round_tile(slot.tile, fp8_step(s), range);
         if (wants(Slot::grad_hidden)) {
             const PackedA packed = dlogits_rows(s);
             for (std::int64_t i = 0; i < rows; i += plan_.micro_m) {
@@ -238,30 +215,8 @@ private:
         }
         if (!wants(Slot::grad_bias)) return;
         float* const sums = column_sums(s, row_tile) + range.column;
-        if (is_fp8(spec_)) return sum_fp8_columns(slot.tile, s, range, sums);
+        if (fp8_) return fp8_->sum_columns(slot.tile, fp8_step(s), range, sums);
         code_.column_sums(slot.tile, ld, range.rows, range.columns, sums);
-    }
-
-    /// Exponentials become numbers of 8 bits, and the gradients of the targets' logits go to their rows.
-    void round_tile(float* tile, const Step& s, const TileRange& range) const {
-        for (std::int64_t i = 0; i < range.rows; ++i) {
-            Fp8Row& row = fp8_rows(s)[range.row + i];
-            const std::int64_t target = row.target - range.column;
-            if (row.target < 0 || target < 0 || target >= range.columns) continue;
-            row.target_gradient = std::exchange(tile[i * plan_.block_n + target], 0.F);
-        }
-        round_exponentials(spec_, tile, plan_.block_n, range.rows, range.columns);
-    }
-
-    void sum_fp8_columns(const float* tile, const Step& s, const TileRange& range, float* sums) const {
-        std::fill(sums, sums + range.columns, 0.F);
-        for (std::int64_t i = 0; i < range.rows; ++i) {
-            const Fp8Row& row = fp8_rows(s)[range.row + i];
-            const float* const exponentials = tile + i * plan_.block_n;
-            for (std::int64_t j = 0; j < range.columns; ++j) sums[j] += row.factor * exponentials[j];
-            const std::int64_t target = row.target - range.column;
-            if (row.target >= 0 && target >= 0 && target < range.columns) sums[target] += row.target_gradient;
-        }
     }
 
     /// The student's tile of hidden · weightᵀ becomes its gradient, 0 beyond the range.
@@ -316,7 +271,7 @@ private:
                       .dequantized = slot.dequantized};
         }
         if (is_fp8(spec_)) {
-            const float factor = fp8::power_of_two(weight_power_);
+            const float factor = fp8::power_of_two(fp8_->weight_power());
             weight = {.pack = code_.pack_weight_grad,
                       .first_class = s.vocab,
                       .dequantized = slot.dequantized,
@@ -335,7 +290,7 @@ private:
         const bool goes_on = spec_.batch_invariant && !s.first_chunk;
         if (goes_on) apply(code_.write_float, accumulator + offset, d, slot.tile, plan_.block_n);
         multiply_tile(code_, plan_, dlogits_rows(s), weight, range, s.columns, slot.b_block, slot.tile, goes_on);
-        if (is_fp8(spec_)) finish_fp8_hidden(slot.tile, s, range);
+        if (fp8_) fp8_->finish_hidden(slot.tile, fp8_step(s), range);
         const bool begins = s.first_chunk || goes_on;
         if (in_place || !s.last_chunk) {
             apply(begins ? code_.write_float : code_.add_float, slot.tile, plan_.block_n, accumulator + offset, d);
@@ -344,35 +299,6 @@ private:
             apply(code_.store_hidden, slot.tile, plan_.block_n, call_.pointer(Slot::grad_hidden) + offset * element_, d);
         }
         if (s.last_chunk) zero_ignored(s.token + range.row, range);
-    }
-
-    /// Products of codes become gradients, and the targets' terms are added.
-    void finish_fp8_hidden(float* tile, const Step& s, const TileRange& range) const {
-        for (std::int64_t i = 0; i < range.rows; ++i) {
-            const Fp8Row& row = fp8_rows(s)[range.row + i];
-            float* const of_row = tile + i * plan_.block_n;
-            const float factor = row.factor * fp8::power_of_two(-weight_power_);
-            for (std::int64_t d = 0; d < range.columns; ++d) of_row[d] *= factor;
-            if (row.target < 0) continue;
-            const std::int64_t from = (s.vocab + row.target) * spec_.hidden_size + range.column;
-            add_multiple(spec_.dtype, call_.pointer(Slot::weight) + from * element_, range.columns, row.target_gradient, of_row);
-        }
-    }
-
-    /// Products of codes become gradients of classes [range.row, range.row + range.rows) of the chunk; targets' terms come token by token.
-    void finish_fp8_weight(float* tile, const Step& s, const TileRange& range) const {
-        const float factor = fp8::power_of_two(-hidden_power_);
-        for (std::int64_t i = 0; i < range.rows; ++i) {
-            for (std::int64_t d = 0; d < range.columns; ++d) tile[i * plan_.block_n + d] *= factor;
-        }
-        for (std::int64_t i = 0; i < s.rows; ++i) {
-            const Fp8Row& row = fp8_rows(s)[i];
-            const std::int64_t target = row.target - range.row;
-            if (row.target < 0 || target < 0 || target >= range.rows) continue;
-            const std::int64_t from = (s.token + i) * spec_.hidden_size + range.column;
-            add_multiple(spec_.dtype, call_.pointer(Slot::hidden) + from * element_, range.columns, row.target_gradient,
-                         tile + target * plan_.block_n);
-        }
     }
 
     /// A row of zeros times the weight is not 0 where the weight holds infinities or NaN.
@@ -400,7 +326,7 @@ private:
             hidden.rounded = Fp8Numbers(spec_.dtype, hidden.data, d, Fp8Numbers::Rounding::e4m3, hidden_factors(s));
         }
         multiply_tile(code_, plan_, dlogits_columns(s), hidden, range, s.rows, slot.b_block, slot.tile);
-        if (is_fp8(spec_)) finish_fp8_weight(slot.tile, s, range);
+        if (fp8_) fp8_->finish_weight(slot.tile, fp8_step(s), range);
         float* accumulator = reinterpret_cast<float*>(workspace_ + layout_.weight_accumulator) + range.row * d + range.column;
         if (!s.last_block) {
             (s.first_block ? code_.write_float : code_.add_float)(slot.tile, plan_.block_n, accumulator, d, range.rows, range.columns);
@@ -473,8 +399,7 @@ private:
     const MeanDivisors divisors_;
     const CpuRetained retained_;
     std::optional<CpuDivergence> divergence_;
-    int weight_power_ = 0;  ///< with fp8: m, of the weight's operands of grad_hidden
-    int hidden_power_ = 0;  ///< and q, of hidden's operands of grad_weight
+    std::optional<Fp8Gradients> fp8_;
 };
 
 }  // namespace

@@ -1,6 +1,7 @@
 #include "runtime/cpu/fp8.hpp"
 
 #include <algorithm>
+#include <array>
 #include <bit>
 #include <cmath>
 #include <cstring>
@@ -80,11 +81,12 @@ Fp8Numbers::Rounding logits_rounding(const Spec& spec) noexcept {
     return spec.fp8 == Fp8Operands::int8 ? Fp8Numbers::Rounding::int8 : Fp8Numbers::Rounding::e4m3;
 }
 
-void fp8_row_scales(const Spec& spec, const std::byte* rows, std::int64_t count, float* factors, float* scales) {
+void fp8_row_scales(const Spec& spec, double given, const std::byte* rows, std::int64_t count, float* factors, float* scales) {
     const float most = spec.fp8 == Fp8Operands::int8 ? fp8::int8_most() : fp8::e4m3_most();
     const std::int64_t row_bytes = spec.hidden_size * static_cast<std::int64_t>(element_bytes(spec.dtype));
     for (std::int64_t i = 0; i < count; ++i) {
-        const fp8::RowScale scale = fp8::row_scale(largest_of(spec.dtype, rows + i * row_bytes, spec.hidden_size, false), most);
+        const float largest = largest_of(spec.dtype, rows + i * row_bytes, spec.hidden_size, false);
+        const fp8::RowScale scale = given != 0.0 ? fp8::given_row_scale(largest, static_cast<float>(given)) : fp8::row_scale(largest, most);
         factors[i] = scale.factor;
         scales[i] = scale.scale;
     }
@@ -103,6 +105,27 @@ float largest_finite(DType dtype, const std::byte* numbers, std::int64_t count) 
 void add_multiple(DType dtype, const std::byte* numbers, std::int64_t count, float factor, float* to) {
     with_numbers(dtype, numbers, [&](const auto& number) {
         for (std::int64_t i = 0; i < count; ++i) to[i] += factor * number(i);
+    });
+}
+
+void sum_of_rows(const CpuContext& context, DType dtype, const std::byte* rows, std::int64_t count, std::int64_t columns,
+                 const std::function<float(std::int64_t)>& factor, float* sums) {
+    constexpr std::int64_t kColumnsPerTask = 256;
+    constexpr std::int64_t kRowsAtATime = 256;  // sums of so many are added to the whole
+    const auto element = static_cast<std::int64_t>(element_bytes(dtype));
+    const Blocks tasks = fixed_blocks(columns, kColumnsPerTask);
+    context.workers->run(tasks.count, context.threads, [&](std::int64_t task, std::int64_t) {
+        const std::int64_t first = tasks.begin(task);
+        const std::int64_t width = tasks.length(task);
+        std::fill_n(sums + first, width, 0.F);
+        for (std::int64_t begin = 0; begin < count; begin += kRowsAtATime) {
+            std::array<float, kColumnsPerTask> part{};
+            for (std::int64_t i = begin; i < std::min(begin + kRowsAtATime, count); ++i) {
+                const float times = factor(i);
+                if (times != 0.F) add_multiple(dtype, rows + (i * columns + first) * element, width, times, part.data());
+            }
+            for (std::int64_t k = 0; k < width; ++k) sums[first + k] += part[static_cast<std::size_t>(k)];
+        }
     });
 }
 

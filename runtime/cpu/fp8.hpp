@@ -5,6 +5,7 @@
 #include <bit>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 
 #include "flce/spec.hpp"
 
@@ -38,14 +39,19 @@ private:
 /// How operands of the logits are rounded.
 [[nodiscard]] Fp8Numbers::Rounding logits_rounding(const Spec& spec) noexcept;
 
-/// Factors and scales of rows [0, count) of the logits' operands.
-void fp8_row_scales(const Spec& spec, const std::byte* rows, std::int64_t count, float* factors, float* scales);
+/// Factors and scales of rows [0, count) of the logits' operands. `given`: the spec's scale of the operand, or 0.
+void fp8_row_scales(const Spec& spec, double given, const std::byte* rows, std::int64_t count, float* factors, float* scales);
 
 /// Largest |x| of `count` numbers, without those that are not finite.
 [[nodiscard]] float largest_finite(DType dtype, const std::byte* numbers, std::int64_t count);
 
 /// Adds factor · x to `to`, for `count` numbers x of the dtype.
 void add_multiple(DType dtype, const std::byte* numbers, std::int64_t count, float factor, float* to);
+
+/// sums[k] = Σ factor(i) · x_ik over rows [0, count) of `columns` numbers x, in one order whatever the number of threads. A row whose
+/// factor is 0 may hold anything. `factor` is called several times for a row.
+void sum_of_rows(const CpuContext& context, DType dtype, const std::byte* rows, std::int64_t count, std::int64_t columns,
+                 const std::function<float(std::int64_t)>& factor, float* sums);
 
 /// The tile of sums of products of codes becomes hidden · weightᵀ.
 void scale_products(float* tile, std::int64_t ld, std::int64_t rows, std::int64_t columns, const float* row_scales,

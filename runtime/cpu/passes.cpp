@@ -32,7 +32,7 @@ void WorkerSlot::load_strip(const CpuContext& context, const CpuCall& call, std:
     }
     if (is_fp8(spec)) {
         const std::int64_t row_bytes = spec.hidden_size * static_cast<std::int64_t>(element_bytes(spec.dtype));
-        fp8_row_scales(spec, call.pointer(Slot::weight) + begin * row_bytes, columns, class_factors, class_scales);
+        fp8_row_scales(spec, spec.fp8_weight_scale, call.pointer(Slot::weight) + begin * row_bytes, columns, class_factors, class_scales);
     }
 }
 
@@ -93,7 +93,8 @@ void pack_hidden_codes(const CpuContext& context, const CpuCall& call, const Fp8
     context.workers->run(tasks.count, memory.slots, [&](std::int64_t task, std::int64_t worker) {
         const WorkerSlot slot(memory.layout, memory.first_slot + worker * memory.layout.bytes);
         const std::int64_t end = tasks.begin(task) + tasks.length(task);
-        fp8_row_scales(spec, hidden + tasks.begin(task) * depth * static_cast<std::int64_t>(element_bytes(spec.dtype)), tasks.length(task),
+        fp8_row_scales(spec, spec.fp8_hidden_scale,
+                       hidden + tasks.begin(task) * depth * static_cast<std::int64_t>(element_bytes(spec.dtype)), tasks.length(task),
                        memory.factors + tasks.begin(task), memory.scales + tasks.begin(task));
         for (std::int64_t row = tasks.begin(task); row < end; row += plan.micro_m) {
             const std::int64_t lines = std::min<std::int64_t>(plan.micro_m, end - row);

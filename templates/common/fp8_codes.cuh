@@ -95,6 +95,13 @@ FLCE_HOST_DEVICE RowScale row_scale(float largest, float most) {
     return {most / largest, largest / most};
 }
 
+/// Takes a scale that is given for all rows. Numbers beyond most · scale are rounded to the largest code. `largest`: as above.
+FLCE_HOST_DEVICE RowScale given_row_scale(float largest, float scale) {
+    if (!(largest <= 3.402823466e38f)) return {0.f, float_of(0x7fc00000U)};
+    if (largest == 0.f) return {0.f, 0.f};
+    return {1.f / scale, scale};
+}
+
 /// hidden · weightᵀ of a token and a class from the sum of products of their codes.
 FLCE_HOST_DEVICE float product_of(float sum, float row, float of_class) { return sum * of_class * row; }
 

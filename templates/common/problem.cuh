@@ -38,6 +38,7 @@ struct PlainProblem {
     enum : int { top_k = 0 };                            ///< classes of the largest logits that are wanted
     enum : bool { stretches = false };                   ///< a launch of forward may compute some columns of the vocabulary
     enum : bool { square_sum = false };                  ///< RowSums::exp_sq_sum is wanted
+    enum : bool { given_scales = false };                ///< scales of 8-bit operands of the logits are the caller's
     enum : bool { stores_derivative = false };           ///< retained exponentials are multiplied by the logits' derivative
     enum : bool { teacher = false };                     ///< rows have classes that a teacher names
     enum : bool { picks_named = false };                 ///< forward picks the logits of a teacher's classes from its tiles

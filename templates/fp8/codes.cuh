@@ -83,9 +83,11 @@ struct RowCodes {
     float factor;
     float scale;
 
-    /// `largest`: bits; above every number's where a number is not finite.
-    __device__ __forceinline__ explicit RowCodes(unsigned largest) {
-        const fp8::RowScale row = fp8::row_scale(fp8::float_of(largest), Problem::int8_logits ? fp8::int8_most() : fp8::e4m3_most());
+    /// `largest`: bits; above every number's where a number is not finite. `given`: every row's scale, where the Problem has given scales.
+    __device__ __forceinline__ RowCodes(unsigned largest, float given) {
+        const float most = Problem::int8_logits ? fp8::int8_most() : fp8::e4m3_most();
+        const fp8::RowScale row =
+            Problem::given_scales ? fp8::given_row_scale(fp8::float_of(largest), given) : fp8::row_scale(fp8::float_of(largest), most);
         factor = row.factor;
         scale = row.scale;
     }
@@ -190,7 +192,7 @@ __device__ __forceinline__ void fp8_codes(const Fp8CodesParams& p) {
     const bool there = p.targets.target == nullptr || load_target<Problem>(p.targets, p.temperature, row) >= 0;
     const Numbers numbers(from);
     const unsigned largest = there ? numbers.largest() : 0u;
-    const RowCodes<Problem> codes(largest);
+    const RowCodes<Problem> codes(largest, p.given_scale);
     if (lane == 0) p.scales[row] = codes.scale;
     if (p.largest != nullptr) raise_largest<Problem>(p, from, largest);
     unsigned char* const to = p.codes + row * p.pitch + lane * 8;
@@ -217,7 +219,7 @@ __device__ __forceinline__ void fp8_scales(const Fp8CodesParams& p) {
     const unsigned largest = RowNumbers<Problem>(from).largest();
     raise_largest<Problem>(p, from, largest);
     if (threadIdx.x % 32 != 0) return;
-    p.scales[row] = RowCodes<Problem>(largest).scale;
+    p.scales[row] = RowCodes<Problem>(largest, p.given_scale).scale;
     p.row_largest[row] = largest;
 }
 
@@ -249,7 +251,7 @@ struct TurnedRows {
             w[r] = pack_fp8<false>(x[0] * factors[r], x[1] * factors[r], x[2] * factors[r], x[3] * factors[r]);
             if constexpr (kBoth) {
                 if (rows[r] >= p.rows || column >= p.pitch) continue;
-                const RowCodes<Problem> codes(p.row_largest[rows[r]]);
+                const RowCodes<Problem> codes(p.row_largest[rows[r]], p.given_scale);
                 const unsigned packed = codes.factor != 0.f ? codes.pack(x[0], x[1], x[2], x[3]) : 0u;
                 *reinterpret_cast<unsigned*>(p.row_codes + rows[r] * p.pitch + column) = packed;
             }

@@ -12,8 +12,13 @@ namespace flce {
 template <class Out, class TileT, bool kUpdates>
 using PanelsFp8 = Select<kUpdates, PanelUpdate<Out, TileT>, PanelStore<Out, TileT, 1, 2>>;
 
-/// result[m, n] = factor · row_factors[m] · Σ_k A[m, k]·B[n, k], n being hidden dimensions.
-template <class Problem, class TileT, class Out, bool kUpdates, int kRaster>
+/// grad_weight's parameters.
+template <class Problem>
+using GradWeightFp8Params = Select<Problem::label_smoothing, SmoothedFp8GradientParams, Fp8GradientParams>;
+
+/// result[m, n] = factor · row_factors[m] · Σ_k A[m, k]·B[n, k], n being hidden dimensions; less label smoothing's term where its Params
+/// have one.
+template <class Problem, class TileT, class Out, bool kUpdates, int kRaster, class Params = Fp8GradientParams>
 struct GradientFp8 {
     using Mainloop = MainloopFp8<TileT, Problem::e5m2_dlogits ? CodesFp8::e5m2_e4m3 : CodesFp8::e4m3_e4m3>;
     using Panels = PanelsFp8<Out, TileT, kUpdates>;
@@ -25,13 +30,13 @@ struct GradientFp8 {
     enum : int { kPanelColumns = Panels::kPanelColumns };
     enum : int { kPanels = TileT::kBlockN / kPanelColumns };
 
-    const Fp8GradientParams& p;
+    const Params& p;
     Mainloop loop;
     TileWalk<TileT, kRaster> walk;
     Panels panels;
     int slices;
 
-    __device__ __forceinline__ explicit GradientFp8(const Fp8GradientParams& params)
+    __device__ __forceinline__ explicit GradientFp8(const Params& params)
         : p(params),
           loop(dynamic_smem, kBarriersAt),
           walk(params.m, params.n),
@@ -70,6 +75,7 @@ private:
         Mainloop::clear(c);
         loop.template consume_at<kHidden>(c, walk.n, slices);
         scale(c, factor);
+        if constexpr (kSame<Params, SmoothedFp8GradientParams>) take_smoothing(c);
 #pragma unroll
         for (int panel = 0; panel < kPanels; ++panel) {
             const int x = walk.n + panel * kPanelColumns;
@@ -90,6 +96,26 @@ private:
         if constexpr (kUpdates) {
             const int x = walk.n + panel * kPanelColumns;
             if (x < kHidden) panels.fetch(p.result_map, panel, x, y);
+        }
+    }
+    /// Takes each class's weight times the tokens' sum off.
+    __device__ __forceinline__ void take_smoothing(typename Mainloop::Accumulators& c) const {
+        float of_class[2];
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const int row = min(walk.m + loop.place.row(0, h), p.m - 1);
+            of_class[h] = Problem::class_weight ? p.class_weight[row] : 1.f;
+        }
+#pragma unroll
+        for (int j = 0; j < Mainloop::kColumnPieces; ++j) {
+            const int k = walk.n + loop.place.column(j, 0);
+            if (k >= kHidden) continue;
+            const float2 sum = *reinterpret_cast<const float2*>(p.hidden_sum + k);
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                c[0][j][2 * h] = __fmaf_rn(-of_class[h], sum.x, c[0][j][2 * h]);
+                c[0][j][2 * h + 1] = __fmaf_rn(-of_class[h], sum.y, c[0][j][2 * h + 1]);
+            }
         }
     }
     /// A row's factor of 0 is an ignored one's, whose sum does not count.
@@ -115,10 +141,12 @@ struct GradHiddenFp8 : GradientFp8<Problem, TileT, float, false, Problem::raster
     using GradientFp8<Problem, TileT, float, false, Problem::raster>::GradientFp8;
 };
 template <class Problem, class TileT>
-struct GradWeightFp8 : GradientFp8<Problem, TileT, typename Problem::GradWeight,
-                                   Problem::accumulate && sizeof(typename Problem::GradWeight) == 2, Problem::raster> {
-    using GradientFp8<Problem, TileT, typename Problem::GradWeight, Problem::accumulate && sizeof(typename Problem::GradWeight) == 2,
-                      Problem::raster>::GradientFp8;
+using GradWeightFp8Base =
+    GradientFp8<Problem, TileT, typename Problem::GradWeight, Problem::accumulate && sizeof(typename Problem::GradWeight) == 2,
+                Problem::raster, GradWeightFp8Params<Problem>>;
+template <class Problem, class TileT>
+struct GradWeightFp8 : GradWeightFp8Base<Problem, TileT> {
+    using GradWeightFp8Base<Problem, TileT>::GradWeightFp8Base;
 };
 
 template <class Problem, class TileT>
@@ -127,7 +155,7 @@ __device__ __forceinline__ void grad_hidden_fp8(const Fp8GradientParams& p) {
     GradHiddenFp8<Problem, TileT>(p).run();
 }
 template <class Problem, class TileT>
-__device__ __forceinline__ void grad_weight_fp8(const Fp8GradientParams& p) {
+__device__ __forceinline__ void grad_weight_fp8(const GradWeightFp8Params<Problem>& p) {
     prefetch_maps(p.a_map, p.b_map, p.result_map);
     GradWeightFp8<Problem, TileT>(p).run();
 }

@@ -1,6 +1,7 @@
 // Everything that a generated configuration of path cuda_fp8 instantiates.
 #pragma once
 
+#include "flce/common/retain_kernels.cuh"
 #include "flce/common/row_kernels.cuh"
 #include "flce/common/shard_kernels.cuh"
 #include "flce/fp8/gradients.cuh"

@@ -26,6 +26,7 @@ struct LogitsFp8 {
     enum : int { kMostAbove = 100 };
     using Logits = float[kPieces][kColumnPieces][4];
     using OfRows = float[kPieces][2];
+    using Fields = PartialFields<Problem>;
 
     const Params& p;
     Mainloop loop;
@@ -96,10 +97,13 @@ private:
     __device__ __forceinline__ void epilogue(typename Mainloop::Accumulators& c) {
         Logits z;
         to_products(c, z);
-        float weighted[kPieces][2];
+        OfRows weighted = {};
         to_logits<Problem>(
             p, loop.place, p.first_column + walk.n, TileT::kBlockN, [&](int of) { return temperature(walk.m + of); }, z, weighted);
         if constexpr (!Problem::int8_logits) write_targets(z);
+        if constexpr (Problem::label_smoothing) {
+            if (p.sums != 0) write_weighted(weighted);
+        }
         OfRows powers;
         load_rows(p.powers, 0.f, powers);
         const bool anew = p.sums != 0 && write_largest(z, powers);
@@ -197,10 +201,16 @@ private:
         return r == 0 ? numbers[0][0] : r == 1 ? numbers[0][1] : r == 2 ? numbers[1][0] : numbers[1][1];
     }
     __device__ __forceinline__ float* partial_at(int field) const {
-        return p.partials + (walk.n / TileT::kBlockN * 2 + field) * p.partial_rows + row_of_lane();
+        return p.partials + (walk.n / TileT::kBlockN * +Fields::kCount + field) * p.partial_rows + row_of_lane();
     }
     __device__ __forceinline__ void put(const OfRows& numbers, int field) const {
         if (row_of_lane() < p.rows) *partial_at(field) = of_lane(numbers);
+    }
+
+    /// The tile's part of each row's Σ c_j·z_j.
+    __device__ __forceinline__ void write_weighted(OfRows& weighted) const {
+        add_lanes(weighted);
+        put(weighted, Fields::kWeighted);
     }
 
     /// Adds a tile's exponentials to the rows' sums, and stores the codes of the columns before p.stored. A thread's 16 columns of a group

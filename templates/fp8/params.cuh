@@ -45,7 +45,7 @@ struct Fp8CodesParams {
     const float* temperature;
     long long pitch;
     int rows;
-    int unused;
+    float given_scale;  ///< scale of every row, where the Problem has given scales
 };
 
 /// Codes of rows times their factors, turned over.
@@ -60,7 +60,7 @@ struct Fp8TurnParams {
     long long pitch;
     long long positions;
     int rows;
-    int unused;
+    float given_scale;  ///< given_scale of Fp8CodesParams, for row_codes
 };
 
 /// Logits of a launch's rows and columns. Fields of ForwardParams are the call's; partials are those of the launch's tiles. Where operands
@@ -95,6 +95,12 @@ struct Fp8GradientParams {
     int adds;  ///< whether the result is added to what is there
 };
 
+/// With label smoothing, grad_weight's rows are less by their class's weight times a sum over all tokens (smoothing_sums).
+struct SmoothedFp8GradientParams : Fp8GradientParams {
+    const float* hidden_sum;    ///< [D]
+    const float* class_weight;  ///< at the launch's first class, where the Problem has class weights
+};
+
 /// Logits of rows' targets from codes of single rows, as the products have them.
 struct Fp8TargetsParams {
     const void* hidden;
@@ -106,6 +112,8 @@ struct Fp8TargetsParams {
     float* target_logits;  ///< [rows]
     float transform[kMaxTransformParameters];
     int rows;
+    float hidden_scale;  ///< given_scale of Fp8CodesParams, and so is the next one
+    float weight_scale;
     int unused;
 };
 
@@ -169,7 +177,8 @@ struct Fp8RowsParams {
     float* factors;                ///< [rows]
     Fp8Largest* largest;
     int rows;
-    float derivative;  ///< d logit / d (hidden · weightᵀ) at a temperature of 1, but for a softcap's
+    float derivative;      ///< d logit / d (hidden · weightᵀ) at a temperature of 1, but for a softcap's
+    float* row_smoothing;  ///< [rows], with label smoothing: times a class's weight, what dz is less by
 };
 
 /// The target's dz, of its hidden · weightᵀ.
@@ -193,6 +202,8 @@ struct Fp8FinishParams {
     void* grad_hidden;
     int rows;
     int unused;
+    const float* row_smoothing;  ///< row_smoothing of Fp8RowsParams
+    const float* weight_sum;     ///< [D], with label smoothing
 };
 
 /// Rows in the order of their targets, ignored ones last.
@@ -223,6 +234,8 @@ struct Fp8BiasParams {
     long long positions;
     int columns;
     int rows;
+    const float* smoothing_total;  ///< Σ row_smoothing, with label smoothing
+    const float* class_weight;     ///< at the first column, with label smoothing, where the Problem has class weights
 };
 
 }  // namespace flce

@@ -49,8 +49,8 @@ template <class Problem, class Params>
 __device__ __forceinline__ float product_of_class(const Params& p, int row, int column, unsigned largest) {
     const Bf16* const hidden = static_cast<const Bf16*>(p.hidden) + static_cast<long long>(row) * Problem::hidden_size;
     const Bf16* const weight = static_cast<const Bf16*>(p.weight) + static_cast<long long>(column) * Problem::hidden_size;
-    const RowCodes<Problem> of_hidden(largest);
-    const RowCodes<Problem> of_weight(largest_of_row<Problem>(weight));
+    const RowCodes<Problem> of_hidden(largest, p.hidden_scale);
+    const RowCodes<Problem> of_weight(largest_of_row<Problem>(weight), p.weight_scale);
     return fp8::product_of(product_of_codes<Problem>(hidden, of_hidden, weight, of_weight), of_hidden.scale, of_weight.scale);
 }
 /// The logit of a product.
@@ -91,7 +91,8 @@ __device__ __forceinline__ void fp8_powers(const Fp8PowersParams& p) {
     const bool there = target >= 0;
     float largest = there ? p.target_logits[row] : 0.f;
     if (Problem::shard && target == kElsewhere) largest = -infinity();
-    for (int split = 0; there && split < p.splits; ++split) largest = fmaxf(largest, p.partials[split * 2 * p.partial_rows + row]);
+    for (int split = 0; there && split < p.splits; ++split)
+        largest = fmaxf(largest, p.partials[split * +PartialFields<Problem>::kCount * p.partial_rows + row]);
     float power = there ? power_or_zero(fp8::exponent_of_reference(largest, !Problem::e5m2_dlogits)) : 0.f;
     if (Problem::shard && largest <= lowest_logit()) power = power_of_none();
     p.powers[row] = power;
@@ -103,17 +104,18 @@ __device__ __forceinline__ void fp8_merge(const Fp8MergeParams& p) {
     constexpr int kRows = 32;
     constexpr int kParts = kRowThreads / kRows;
     using Fields = PartialFields<Problem>;
-    static_assert(Fields::kCount == 2, "a largest logit and a sum");
-    __shared__ float parts[kParts][2][kRows];
+    constexpr int kFields = Fields::kCount;
+    static_assert(!Problem::entropy && !Problem::square_sum && !Problem::top1, "a largest logit and sums that tiles write");
+    __shared__ float parts[kParts][kFields][kRows];
     const int in_block = static_cast<int>(threadIdx.x) % kRows;
     const int part = static_cast<int>(threadIdx.x) / kRows;
     const int row = static_cast<int>(blockIdx.x) * kRows + in_block;
     const int splits = row < p.rows ? p.splits : 0;
     Fields::store(&parts[part][0][in_block], kRows,
-                  merge_splits<Problem, kParts>(p.partials + row, 2 * p.partial_rows, p.partial_rows, part, splits));
+                  merge_splits<Problem, kParts>(p.partials + row, kFields * p.partial_rows, p.partial_rows, part, splits));
     __syncthreads();  // every part is there
     if (part != 0 || row >= p.rows) return;
-    RowSums sums = merge_splits<Problem, 1>(&parts[0][0][in_block], 2 * kRows, kRows, 0, kParts);
+    RowSums sums = merge_splits<Problem, 1>(&parts[0][0][in_block], kFields * kRows, kRows, 0, kParts);
     if (p.first == 0) sums = merge(Fields::load(p.running + row, p.partial_rows), sums);
     Fields::store(p.running + row, p.partial_rows, sums);
 }
@@ -166,6 +168,9 @@ __device__ __forceinline__ void fp8_rows(const Fp8RowsParams& p) {
     if (threadIdx.x % 32 != 0) return;
     p.powers[row] = power;
     p.factors[row] = factor;
+    if constexpr (Problem::label_smoothing) {
+        p.row_smoothing[row] = target.target >= 0 ? static_cast<const float4*>(p.coefficients)[row].w * p.derivative : 0.f;
+    }
 }
 
 template <class Problem>
@@ -183,6 +188,13 @@ __device__ __forceinline__ void fp8_target_dz(const Fp8TargetDzParams& p) {
         }
     }
     p.target_dz[row] = dz;
+}
+
+/// Takes factor · four numbers off.
+__device__ __forceinline__ void take(float factor, const float* numbers, float4& from) {
+    const float4 x = *reinterpret_cast<const float4*>(numbers);
+    from = make_float4(__fmaf_rn(-factor, x.x, from.x), __fmaf_rn(-factor, x.y, from.y), __fmaf_rn(-factor, x.z, from.z),
+                       __fmaf_rn(-factor, x.w, from.w));
 }
 
 /// Eight numbers of grad_hidden.
@@ -235,8 +247,12 @@ __device__ __forceinline__ void finish_row(const Fp8FinishParams& p, int row) {
         if (target >= 0) {
             unsigned w[4];
             ptx::ld_global_v4(w, weight + k);
-            const float4 first = *reinterpret_cast<const float4*>(p.sum + at + k);
-            const float4 second = *reinterpret_cast<const float4*>(p.sum + at + k + 4);
+            float4 first = *reinterpret_cast<const float4*>(p.sum + at + k);
+            float4 second = *reinterpret_cast<const float4*>(p.sum + at + k + 4);
+            if constexpr (Problem::label_smoothing) {
+                take(p.row_smoothing[row], p.weight_sum + k, first);
+                take(p.row_smoothing[row], p.weight_sum + k + 4, second);
+            }
             out[0] = N::pack(__fmaf_rn(dz, N::first(w[0]), first.x), __fmaf_rn(dz, N::second(w[0]), first.y));
             out[1] = N::pack(__fmaf_rn(dz, N::first(w[1]), first.z), __fmaf_rn(dz, N::second(w[1]), first.w));
             out[2] = N::pack(__fmaf_rn(dz, N::first(w[2]), second.x), __fmaf_rn(dz, N::second(w[2]), second.y));

@@ -137,6 +137,7 @@ __device__ __forceinline__ void fp8_bias(const Fp8BiasParams& p) {
     }
     sum = warp_sum(sum);
     if (threadIdx.x % 32 != 0) return;
+    if constexpr (Problem::label_smoothing) sum -= *p.smoothing_total * (Problem::class_weight ? p.class_weight[column] : 1.f);
     Out* const out = static_cast<Out*>(p.grad_bias) + column;
     if constexpr (Problem::accumulate) sum += to_float(*out);
     *out = Numeric<Out>::from_float(sum);

@@ -106,6 +106,26 @@ TEST(Fp8Codes, RowScales_BringTheLargestToTheEnd) {
     }
 }
 
+TEST(Fp8Codes, GivenRowScales_AreThoseOfAllRows) {
+    for (const float scale : {1.F, 100.F / 448.F, 0x1p-100F, 0x1p100F}) {
+        for (const float largest : {1.F, 3e38F, 0x1p-120F}) {
+            EXPECT_EQ(fp8::given_row_scale(largest, scale).factor, 1.F / scale) << largest;
+            EXPECT_EQ(fp8::given_row_scale(largest, scale).scale, scale) << largest;
+        }
+        EXPECT_EQ(fp8::given_row_scale(0.F, scale).factor, 0.F) << "a row of zeros, or an ignored token's";
+        for (const float largest : {kInfinity, kNaN}) {
+            EXPECT_EQ(fp8::given_row_scale(largest, scale).factor, 0.F);
+            EXPECT_TRUE(std::isnan(fp8::given_row_scale(largest, scale).scale));
+        }
+    }
+    for (const float beyond : {1e38F * 1e10F, 449.F, 464.F, 1e30F}) {
+        EXPECT_EQ(fp8::rounded_to_e4m3(beyond), 448.F);
+        EXPECT_EQ(fp8::rounded_to_e4m3(-beyond), -448.F);
+        EXPECT_EQ(fp8::rounded_to_int8(beyond), 127.F);
+        EXPECT_EQ(fp8::rounded_to_int8(-beyond), -127.F);
+    }
+}
+
 TEST(Fp8Codes, E4m3Power_IsTheLargestThatFits) {
     std::mt19937_64 random(11);
     std::uniform_real_distribution<float> octave(-110.F, 120.F);

@@ -3,6 +3,7 @@
 
 #include <map>
 
+#include "generator/cpu/code.hpp"
 #include "generator/cpu/layout.hpp"
 #include "tests/cpu/cpu_test_support.hpp"
 #include "tests/support/kernel_run.hpp"
@@ -84,6 +85,47 @@ TEST_P(CpuFp8, AnySubsetOfGradients_TheSameBits) {
     }
 }
 
+// Label smoothing's sums over all classes and tokens have one order.
+TEST_P(CpuFp8, LabelSmoothing_WithinBoundsAndTheSameBits) {
+    Spec spec = spec_of(DType::bf16, Fp8Operands::int8, Fp8Dlogits::e5m2, true);
+    spec.softcap = 0;
+    spec.label_smoothing = 0.15;
+    spec.hidden_size = 264;
+    const Problem problem = make_problem(spec, {.num_tokens = 57});
+    const auto kernel = kernel_of(GetParam(), spec, tiny_plan(GetParam()));
+    EXPECT_TRUE(run_and_judge(kernel, problem));
+    KernelRun all(kernel, problem);
+    all.forward();
+    all.backward();
+    const auto expected = all.bytes();
+    KernelRun threads(kernel_of(GetParam(), spec, tiny_plan(GetParam()), 5), problem);
+    threads.forward();
+    threads.backward();
+    EXPECT_TRUE(threads.bytes() == expected);
+    for (const Wanted& wanted : {Wanted{true, false, false}, Wanted{false, true, false}, Wanted{false, false, true}}) {
+        KernelRun one(kernel, problem);
+        one.forward();
+        one.backward(wanted);
+        const char* name = wanted.grad_hidden ? "grad_hidden" : wanted.grad_weight ? "grad_weight" : "grad_bias";
+        EXPECT_TRUE(one.bytes().at(name) == expected.at(name)) << name;
+    }
+}
+
+TEST_P(CpuFp8, GivenScales_WithinBoundsAndNoOtherMachineCode) {
+    for (const Fp8Operands operands : {Fp8Operands::int8, Fp8Operands::e4m3}) {
+        const Spec dynamic = spec_of(DType::bf16, operands, Fp8Dlogits::e5m2, true);
+        const double most = operands == Fp8Operands::int8 ? 127 : 448;
+        for (const double reach : {1.0, 8.0}) {  // hidden states have a deviation of 2
+            Spec spec = dynamic;
+            spec.fp8_hidden_scale = reach / most;
+            spec.fp8_weight_scale = reach / 10 / most;
+            const Plan plan = tiny_plan(GetParam());
+            EXPECT_EQ(cpu_code_identity(spec, GetParam().cpu, plan.cpu), cpu_code_identity(dynamic, GetParam().cpu, plan.cpu));
+            EXPECT_TRUE(run_and_judge(kernel_of(GetParam(), spec, plan), make_problem(spec, {.num_tokens = 57}))) << reach;
+        }
+    }
+}
+
 INSTANTIATE_TEST_SUITE_P(Isa, CpuFp8, testing::ValuesIn(isa_levels()), isa_name);
 
 // The bound holds with fp8: the CPU backend copies neither the weight nor hidden states to 8 bits as a whole.
@@ -95,6 +137,7 @@ TEST(CpuFp8Layout, AnyNumberOfTokens_StaysWithinTheBound) {
         for (const std::int64_t v : {2, 50257, 256000}) {
             Spec spec{.hidden_size = d, .vocab_size = v};
             spec.fp8 = Fp8Operands::int8;
+            spec.label_smoothing = v == 50257 ? 0.1 : 0;
             spec = spec.normalized();
             for (const std::int64_t n : {0L, 1L, 1000L, 100'000L, 5'000'000'000L}) {
                 for (const int threads : {1, 2, 500}) {

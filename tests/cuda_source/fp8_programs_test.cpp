@@ -3,12 +3,14 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <bit>
 #include <string>
 #include <vector>
 
 #include "flce/plan.hpp"
 #include "generator/cuda_program.hpp"
 #include "generator/planner.hpp"
+#include "records/record.hpp"
 #include "templates/fp8/params.cuh"
 #include "tests/cuda_source/recorded_launch.hpp"
 
@@ -112,6 +114,25 @@ protected:
     }
     [[nodiscard]] std::int64_t positions() const { return (of.tokens + kFp8TokenGroup - 1) / kFp8TokenGroup * kFp8TokenGroup; }
 
+    /// Whether a launch of grad_weight, of classes from `first` on, reads the sum that smoothing_totals has made, and its classes' weights.
+    void expect_smoothed(const Recorded& r, std::int64_t first, const Range& room) const {
+        const auto p = r.params<SmoothedFp8GradientParams>();
+        EXPECT_EQ(reinterpret_cast<std::int64_t>(p.class_weight),
+                  slot_of(Slot::class_weight) == 0 ? 0 : slot_of(Slot::class_weight) + first * 4);
+        EXPECT_TRUE(room.holds(bytes_from(p.hidden_sum, spec.hidden_size * 4)));
+        EXPECT_TRUE(totals.hidden_sum == p.hidden_sum) << "before it has been made";
+    }
+    /// Keeps what a launch of smoothing_totals writes, whose memory nobody else has.
+    void keep_totals(const Recorded& r, const Range& room) {
+        totals = r.params<SmoothingTotalsParams>();
+        const std::int64_t bytes = spec.hidden_size * 4;
+        for (const float* sum : {totals.weight_sum, totals.hidden_sum}) expect_owned(bytes_from(sum, bytes), room);
+        for (const float* sums : {totals.weight_sums, totals.hidden_sums}) expect_owned(bytes_from(sums, kSmoothingParts * bytes), room);
+        EXPECT_EQ(totals.smoothing_total != nullptr, spec.bias);
+        EXPECT_EQ(r.launch.grid[0], 2 * ((spec.hidden_size + 31) / 32) + (spec.bias ? 1 : 0));
+    }
+    SmoothingTotalsParams totals{};
+
     /// Exponentials that a launch of logits stores, both ways.
     void expect_stored(const Recorded& r, const Range& room) const {
         const auto p = r.params<Fp8LogitsParams>();
@@ -142,12 +163,14 @@ TEST_P(Fp8Programs, Forward_EveryColumnOnceAndOnceAgain) {
         expect_owned(range_of(map_of(r, &Fp8LogitsParams::weight_map)), room);
         expect_owned(range_of(map_of(r, &Fp8LogitsParams::hidden_map)), room);
         const std::int64_t tiles = (p.columns + plan.cuda.forward.block_n - 1) / plan.cuda.forward.block_n;
-        expect_owned(bytes_from(p.partials, tiles * 2 * p.partial_rows * 4), room);
+        const std::int64_t fields = spec.label_smoothing > 0 ? 3 : 2;
+        expect_owned(bytes_from(p.partials, tiles * fields * p.partial_rows * 4), room);
         expect_owned(bytes_from(p.column_scales, tiles * plan.cuda.forward.block_n * 4), room);
         all.push_back(p);
     }
     ASSERT_EQ(all.empty(), columns() == 0);
     if (columns() == 0) return;
+    EXPECT_EQ(made.count("prepare"), spec.class_weight && spec.label_smoothing > 0 ? 1 : 0) << "the sum of class weights";
     EXPECT_EQ(all.front().stored, 0) << "powers come of it";
     std::int64_t stored = 0;
     for (const bool again : {false, true}) {
@@ -171,8 +194,15 @@ TEST_P(Fp8Programs, Backward_GradientsOfEveryColumnOnce) {
     EXPECT_LE(room.end - room.begin, of.scratch + workspace_of_tokens(spec, of.tokens).value());
     std::int64_t hidden_columns = 0;
     std::int64_t written = 0;  // rows of grad_weight
+    const float* totals_of_rows = nullptr;
     for (const Recorded& r : made) {
         expect_aligned(r);
+        if (r.kernel == "flce_smoothing_totals") keep_totals(r, room);
+        if (r.kernel == "flce_fp8_finish" && spec.label_smoothing > 0) {
+            EXPECT_EQ(r.params<Fp8FinishParams>().weight_sum, totals.weight_sum);
+            EXPECT_EQ(r.params<Fp8FinishParams>().row_smoothing, totals_of_rows);
+        }
+        if (r.kernel == "flce_fp8_rows") totals_of_rows = r.params<Fp8RowsParams>().row_smoothing;
         if (r.kernel == "flce_forward") {
             const auto p = r.params<Fp8LogitsParams>();
             EXPECT_EQ(p.first_column, written) << "rows before it are written";
@@ -197,9 +227,11 @@ TEST_P(Fp8Programs, Backward_GradientsOfEveryColumnOnce) {
             EXPECT_EQ(result.begin, gradient().begin + written * gradient_row());
             EXPECT_FALSE(result.meets(range_of(map_of(r, &Fp8GradientParams::a_map))));
             EXPECT_EQ(p.k, positions());
+            if (spec.label_smoothing > 0) expect_smoothed(r, written, room);
             written += p.m;
         }
     }
+    EXPECT_EQ(totals.hidden_sum != nullptr, spec.label_smoothing > 0);
     EXPECT_EQ(written, columns());
     EXPECT_GE(hidden_columns, columns());
     EXPECT_LT(hidden_columns, columns() + kFp8ClassGroup);
@@ -251,6 +283,10 @@ const Case kCases[] = {
     {"Ragged", kRagged, 333},
     {"RaggedAll", kRagged, 333, 1.0},
     {"RaggedPart", kRagged, 37, 0.6},
+    {"Smoothed", "D=2048,V=151936,fp8,label_smoothing=0.1", 4096},
+    {"SmoothedAll", "D=2048,V=151936,fp8,label_smoothing=0.1", 4096, 1.0},
+    {"SmoothedLittleScratch", "D=2048,V=50257,fp8,label_smoothing=0.1,bias,class_weight,tied", 4096, 0.5, 8 << 20},
+    {"SmoothedRagged", "D=520,V=2571,fp8,bias,temperature,class_weight,label_smoothing=0.1", 333, 0.6},
     {"FewClasses", "D=264,V=7,fp8", 300, 1.0},
     {"FewClassesNothing", "D=264,V=7,fp8", 300},
     {"Padded", "D=264,V=1000,padded_vocab_size=1024,fp8=e4m3,fp8_dlogits=e4m3", 300},
@@ -274,6 +310,61 @@ const Case kShardCases[] = {
 };
 INSTANTIATE_TEST_SUITE_P(Shards, Fp8Programs, testing::ValuesIn(kShardCases), name_of);
 INSTANTIATE_TEST_SUITE_P(Shards, Fp8ShardPrograms, testing::ValuesIn(kShardCases), name_of);
+
+std::vector<std::string> sources_of(const CudaProgram& program) {
+    std::vector<std::string> sources;
+    for (const CudaUnit& unit : program.units) sources.push_back(unit.source);
+    return sources;
+}
+
+// Scales are slots of a call: programs of another value are the same, to their launchers' machine code.
+TEST(Fp8Scales, AnotherValue_CompilesNothing) {
+    const Device h200 = describe_device("h200");
+    const auto spec_of = [](const std::string& scales) { return parse_spec("D=2048,V=50257,fp8=e4m3" + scales).normalized(); };
+    const auto program_of = [&](const std::string& scales) {
+        return generate_cuda(spec_of(scales), h200, path_plans(spec_of(scales), h200, PlanPath::cuda_fp8).front());
+    };
+    const std::string ones = ",fp8_hidden_scale=0.22,fp8_weight_scale=0.0036";
+    const std::string others = ",fp8_hidden_scale=3,fp8_weight_scale=1";
+    const CudaProgram one = program_of(ones);
+    const CudaProgram other = program_of(others);
+    EXPECT_EQ(sources_of(one), sources_of(other));
+    EXPECT_EQ(program_identity(one.forward), program_identity(other.forward));
+    EXPECT_EQ(program_identity(one.backward), program_identity(other.backward));
+    EXPECT_NE(sources_of(one), sources_of(program_of("")));
+    const auto record_of = [&](const std::string& scales) { return record_key(spec_of(scales), h200, {}, "none", 0).digest(); };
+    EXPECT_EQ(record_of(ones), record_of(others));
+    EXPECT_NE(record_of(ones), record_of(""));
+}
+
+// Every kernel that makes codes of hidden or of the weight has that operand's scale.
+TEST(Fp8Scales, EachOperand_HasItsOwn) {
+    const Device h200 = describe_device("h200");
+    const Spec spec = parse_spec("D=264,V=2571,fp8,fp8_hidden_scale=0.25,fp8_weight_scale=2").normalized();
+    const CudaProgram program = generate_cuda(spec, h200, path_plans(spec, h200, PlanPath::cuda_fp8).front());
+    CallSlots slots = test::made_up_call(300, {});
+    slots[static_cast<std::size_t>(Slot::fp8_hidden_scale)] = std::bit_cast<std::int32_t>(0.25F);
+    slots[static_cast<std::size_t>(Slot::fp8_weight_scale)] = std::bit_cast<std::int32_t>(2.F);
+    const auto hidden = reinterpret_cast<const void*>(slots[static_cast<std::size_t>(Slot::hidden)]);
+    int found = 0;
+    for (const LaunchProgram* pass : {&program.forward, &program.backward}) {
+        for (const Recorded& r : test::run(program, *pass, slots)) {
+            if (r.kernel == "flce_fp8_codes" || r.kernel == "flce_fp8_scales") {
+                const auto p = r.params<Fp8CodesParams>();
+                EXPECT_EQ(p.given_scale, p.from == hidden ? 0.25F : 2.F) << r.kernel;
+                ++found;
+            } else if (r.kernel == "flce_fp8_both_codes") {
+                EXPECT_EQ(r.params<Fp8TurnParams>().given_scale, 2.F);
+                ++found;
+            } else if (r.kernel == "flce_fp8_targets") {
+                EXPECT_EQ(r.params<Fp8TargetsParams>().hidden_scale, 0.25F);
+                EXPECT_EQ(r.params<Fp8TargetsParams>().weight_scale, 2.F);
+                ++found;
+            }
+        }
+    }
+    EXPECT_GE(found, 6);
+}
 
 TEST(Fp8Path, OtherSpecs_AreRefusedByName) {
     const Device h200 = describe_device("h200");

@@ -76,9 +76,12 @@ Spec random_spec(std::mt19937_64& random) {
     s.dft = s.outputs.loss && s.outputs.logprobs && s.teacher_top_k == 0 && coin();
     if (s.teacher_top_k == 0 && s.layout == WeightLayout::vocab_major && !s.weight_dtype && !s.batch_invariant && !s.outputs.entropy &&
         coin()) {
-        s.label_smoothing = 0;
+        if (s.softcap != 0 || is_shard(s)) s.label_smoothing = 0;
         s.fp8 = coin() ? Fp8Operands::int8 : Fp8Operands::e4m3;
         s.fp8_dlogits = coin() ? Fp8Dlogits::e5m2 : Fp8Dlogits::e4m3;
+        if (!coin()) return s;
+        s.fp8_hidden_scale = std::exp(real(-69, 69));
+        s.fp8_weight_scale = std::exp(real(-69, 69));
         return s;
     }
     s.class_groups = s.teacher_top_k == 0 && s.label_smoothing == 0 && coin();
@@ -364,6 +367,31 @@ TEST(Spec, Fp8_IsInt8WhereItStandsAlone) {
     EXPECT_FALSE(is_fp8(parse_spec("D=64,V=50,weight_dtype=e4m3"))) << "a weight's codes are dequantised";
 }
 
+TEST(Spec, Fp8Scales_AreBothGivenOrNeither) {
+    const Spec spec = parse_spec("D=64,V=50,fp8=e4m3,fp8_hidden_scale=0.25,fp8_weight_scale=1.5e-3,outputs=loss+lse");
+    EXPECT_EQ(spec.text(), "D=64,V=50,dtype=bf16,fp8=e4m3,fp8_hidden_scale=0.25,fp8_weight_scale=0.0015,outputs=loss+lse");
+    EXPECT_EQ(parse_spec(spec.text()), spec);
+    EXPECT_EQ(parse_spec(spec.json()), spec);
+    EXPECT_TRUE(has_fp8_scales(spec));
+    EXPECT_FALSE(has_fp8_scales(parse_spec("D=64,V=50,fp8")));
+    EXPECT_NO_THROW((void)parse_spec("D=64,V=50,fp8,fp8_hidden_scale=1e30,fp8_weight_scale=1e-30"));
+    const std::pair<const char*, std::vector<const char*>> cases[] = {
+        {"fp8,fp8_hidden_scale=0.1", {"fp8_weight_scale = (none)", "both"}},
+        {"fp8,fp8_weight_scale=0.1", {"fp8_hidden_scale = (none)", "both"}},
+        {"fp8_hidden_scale=0.1", {"fp8_hidden_scale", "no fp8"}},
+        {"fp8_weight_scale=0.1", {"fp8_weight_scale", "no fp8"}},
+        {"fp8,fp8_hidden_scale=-1,fp8_weight_scale=1", {"fp8_hidden_scale = -1", "2^-100"}},
+        {"fp8,fp8_hidden_scale=1,fp8_weight_scale=1e31", {"fp8_weight_scale = 1e+31", "2^100"}},
+        {"fp8,fp8_hidden_scale=nan,fp8_weight_scale=1", {"fp8_hidden_scale = nan"}},
+        {"fp8,fp8_hidden_scale=1,fp8_weight_scale=inf", {"fp8_weight_scale = inf"}},
+        {"fp8,fp8_hidden_scale=x,fp8_weight_scale=1", {"fp8_hidden_scale=x", "number"}},
+    };
+    for (const auto& [keys, parts] : cases) {
+        const std::string message = message_of([&, t = keys] { return parse_spec(std::string("D=64,V=50,") + t); });
+        for (const char* part : parts) EXPECT_THAT(message, HasSubstr(part)) << keys;
+    }
+}
+
 TEST(Spec, Fp8_RefusesByNameWhatItHasNoArithmeticFor) {
     const std::pair<const char*, std::vector<const char*>> cases[] = {
         {"fp8=e5m2", {"fp8=e5m2", "int8 or e4m3"}},
@@ -376,7 +404,8 @@ TEST(Spec, Fp8_RefusesByNameWhatItHasNoArithmeticFor) {
         {"fp8,teacher_hidden_size=64", {"teacher_hidden_size", "leave fp8 out"}},
         {"fp8,teacher_top_k=4", {"teacher_top_k", "leave fp8 out"}},
         {"fp8,top_k=4", {"top_k", "leave fp8 out"}},
-        {"fp8,label_smoothing=0.1", {"label_smoothing", "leave fp8 out"}},
+        {"fp8,label_smoothing=0.1,softcap=30", {"label_smoothing", "softcap", "leave fp8"}},
+        {"fp8,label_smoothing=0.1,whole_vocab_size=90", {"label_smoothing", "process_group", "leave fp8"}},
         {"fp8,class_groups", {"class_groups", "leave fp8 out"}},
         {"fp8,batch_invariant", {"batch_invariant", "leave fp8 out"}},
         {"fp8,outputs=loss+entropy", {"entropy", "leave fp8 out"}},
@@ -387,7 +416,8 @@ TEST(Spec, Fp8_RefusesByNameWhatItHasNoArithmeticFor) {
     }
     EXPECT_THAT(message_of([] { return parse_spec("D=131080,V=50,fp8"); }), AllOf(HasSubstr("hidden_size"), HasSubstr("int32")));
     for (const char* text : {"D=131080,V=50,fp8=e4m3", "D=131072,V=50,fp8", "D=64,V=50,fp8,tied,dtype=fp16,bias,softcap=30,z_loss=1e-4",
-                             "D=64,V=50,fp8,class_weight,class_offset,temperature,token_weight,logit_scale=2,outputs=loss+lse+logprobs"}) {
+                             "D=64,V=50,fp8,class_weight,class_offset,temperature,token_weight,logit_scale=2,outputs=loss+lse+logprobs",
+                             "D=64,V=50,fp8,class_weight,label_smoothing=0.1"}) {
         EXPECT_NO_THROW((void)parse_spec(text)) << text;
     }
 }
@@ -435,6 +465,9 @@ TEST(SpecHash, EveryField_ChangesIt) {
     specs[specs.size() - 2].fp8 = Fp8Operands::e4m3;
     specs[specs.size() - 1].fp8 = Fp8Operands::e4m3;
     specs[specs.size() - 1].fp8_dlogits = Fp8Dlogits::e4m3;
+    specs.insert(specs.end(), 2, specs[specs.size() - 3]);
+    for (std::size_t i = specs.size() - 2; i < specs.size(); ++i) specs[i].fp8_hidden_scale = specs[i].fp8_weight_scale = 0.5;
+    specs.back().fp8_weight_scale = 0.25;
     specs.insert(specs.end(), 2, base);
     specs[specs.size() - 1].whole_vocab_size = 100;
     specs[specs.size() - 2].grad_hidden_dtype = DType::fp32;

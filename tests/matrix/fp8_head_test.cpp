@@ -66,7 +66,9 @@ TEST_P(Fp8Gpu, ManyTokensOfOneClass_WithinBounds) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Specs, Fp8Gpu,
-                         testing::Values("", ",fp8_dlogits=e4m3", ",tied,temperature", ",bias,grad_weight_dtype=fp32", ",softcap=20"));
+                         testing::Values("", ",fp8_dlogits=e4m3", ",tied,temperature", ",bias,grad_weight_dtype=fp32", ",softcap=20",
+                                         ",fp8_hidden_scale=0.04,fp8_weight_scale=0.003", ",label_smoothing=0.1",
+                                         ",label_smoothing=0.1,class_weight,bias,temperature,tied"));
 
 }  // namespace
 }  // namespace flce::test

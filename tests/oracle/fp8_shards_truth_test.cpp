@@ -30,8 +30,8 @@ public:
           depth_(problem.spec.hidden_size),
           classes_(problem.spec.vocab_size),
           tokens_(problem.num_tokens()) {
-        const std::vector<double> hidden = dequantised_rows(problem.spec, problem.hidden);
-        const std::vector<double> weight = dequantised_rows(problem.spec, problem.weight);
+        const std::vector<double> hidden = dequantised_rows(problem.spec, 0, problem.hidden);
+        const std::vector<double> weight = dequantised_rows(problem.spec, 0, problem.weight);
         for (std::int64_t i = 0; i < tokens_; ++i) {
             double most = kNone;
             for (std::int64_t j = 0; j < classes_; ++j) {

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cmath>
 #include <limits>
 #include <tuple>
 
@@ -17,6 +18,13 @@
 
 namespace flce::test {
 namespace {
+
+/// Scales of which hidden states, of a deviation of 2, reach `reach` and the weight's numbers, of 1 / √hidden_size, half of that.
+void give_scales(Spec& s, double reach) {
+    const double most = s.fp8 == Fp8Operands::int8 ? 127 : 448;
+    s.fp8_hidden_scale = reach / most;
+    s.fp8_weight_scale = reach / 2 / std::sqrt(static_cast<double>(s.hidden_size)) / most;
+}
 
 const std::vector<OptionSet>& fp8_options() {
     static const std::vector<OptionSet> sets = {
@@ -32,12 +40,22 @@ const std::vector<OptionSet>& fp8_options() {
              s.bias = s.class_offset = s.offset_gradient = true;
              s.softcap = 5.0;
          }},
+        {"label_smoothing", [](Spec& s) { s.label_smoothing = 0.1; }},
+        {"smoothed_alone", [](Spec& s) { s.label_smoothing = 1.0; }},
+        {"smoothed_classes",
+         [](Spec& s) {
+             s.label_smoothing = 0.2;
+             s.bias = s.class_weight = s.temperature = true;
+             s.logit_scale = -0.5;
+             s.grad_weight_mode = GradMode::accumulate;
+         }},
         {"z_loss", [](Spec& s) { s.z_loss = 1e-2; }},
         {"token_weight", [](Spec& s) { s.token_weight = true; }},
         {"lse", [](Spec& s) { s.outputs.lse = true; }},
         {"logprobs", [](Spec& s) { s.outputs = {.loss = false, .logprobs = true}; }},
         {"dft", [](Spec& s) { s.dft = s.outputs.logprobs = true; }},
         {"top1", [](Spec& s) { s.outputs.top1 = s.outputs.log_sum_sq_probs = true; }},
+        {"scales", [](Spec& s) { give_scales(s, 6); }},
         {"padded", apply_padding},
         {"tied", [](Spec& s) { s.tied = true, s.grad_weight_mode = GradMode::accumulate; }},
         {"accumulate_fp32",
@@ -51,6 +69,14 @@ const std::vector<OptionSet>& fp8_options() {
              apply_everything(s);
              apply_padding(s);
              s.label_smoothing = 0;
+             s.outputs.entropy = false;
+             give_scales(s, 5);
+         }},
+        {"everything_smoothed",
+         [](Spec& s) {
+             apply_everything(s);
+             apply_padding(s);
+             s.softcap = 0;
              s.outputs.entropy = false;
          }},
     };
@@ -129,11 +155,25 @@ TEST_P(Fp8Head, ConfidentAndHugeLogits_AreWithinTheirBounds) {
     expect_right(spec(64, 200, [](Spec& s) { s.softcap = 30.0; }), {.num_tokens = 50, .logits = Logits::saturated, .seed = 9});
 }
 
+// Numbers beyond the largest code, and codes of a few numbers alone.
+TEST_P(Fp8Head, ScalesThatAreSmallOrLarge_AreWithinTheirBounds) {
+    const auto give = [](double reach) {
+        Spec s = spec(64, 200);
+        give_scales(s, reach);
+        return s;
+    };
+    for (const double reach : {0.5, 200.0}) expect_right(give(reach), {.num_tokens = 50, .seed = 21});
+    for (const double reach : {1e-12, 1e12}) expect_right(give(reach), {.num_tokens = 50, .seed = 21});  // all are the largest, or 0
+}
+
 TEST_P(Fp8Head, RowsOfZeros_HaveCodesAndScalesOfZero) {
     Problem p = make_problem(spec(64, 200), {.num_tokens = 50, .ignored = Ignored::none, .seed = 11});
     std::fill_n(p.hidden.begin() + 3 * 64, 64, 0.F);
     std::fill_n(p.weight.begin() + 7 * 64, 2 * 64, 0.F);
     EXPECT_TRUE(run_and_judge(kernel_on(target(), p.spec), p));
+    Problem given = p;
+    give_scales(given.spec, 6);
+    EXPECT_TRUE(run_and_judge(kernel_on(target(), given.spec), given));
     std::fill(p.hidden.begin(), p.hidden.end(), 0.F);
     EXPECT_TRUE(run_and_judge(kernel_on(target(), p.spec), p));
     std::fill(p.weight.begin(), p.weight.end(), 0.F);
@@ -145,6 +185,7 @@ TEST_P(Fp8Head, RowsWithoutNumbers_MakeNaNOfWhatMeetsThem) {
     constexpr float kNone[] = {std::numeric_limits<float>::quiet_NaN(), -std::numeric_limits<float>::infinity()};
     for (const float none : kNone) {
         Problem p = make_problem(spec(64, 200), {.num_tokens = 50, .ignored = Ignored::none, .seed = 13});
+        if (std::isnan(none)) give_scales(p.spec, 6);
         p.target[9] = p.options.ignore_index;
         std::fill_n(p.hidden.begin() + 9 * 64, 64, none);
         EXPECT_TRUE(run_and_judge(kernel_on(target(), p.spec), p)) << "an ignored token";
@@ -204,10 +245,12 @@ Spec random_fp8_spec(Draw& draw, std::uint64_t seed) {
     s.layout = WeightLayout::vocab_major;
     s.teacher_top_k = 0;
     s.support = s.class_groups = s.outputs.entropy = false;
-    s.hard_weight = s.label_smoothing = 0;
+    s.hard_weight = 0;
+    if (s.softcap != 0) s.label_smoothing = 0;
     if (s.outputs == Outputs{.loss = false}) s.outputs.loss = true;
     s.fp8 = seed % 2 == 0 ? Fp8Operands::int8 : Fp8Operands::e4m3;
     s.fp8_dlogits = seed % 4 < 2 ? Fp8Dlogits::e5m2 : Fp8Dlogits::e4m3;
+    if (seed % 3 == 0) give_scales(s, draw.uniform(2, 20));
     return s.normalized();
 }
 

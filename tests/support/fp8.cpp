@@ -1,13 +1,10 @@
 #include "tests/support/fp8.hpp"
 
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <cmath>
 #include <limits>
 
 #include "tests/support/fp8_formats.hpp"
-#include "tests/support/fp8_judge.hpp"
 #include "tests/support/number_formats.hpp"
 
 namespace flce::test {
@@ -21,7 +18,8 @@ struct Codes {
     std::vector<double> codes;
     float scale = 0;
 };
-Codes codes_of(const Spec& spec, const float* row) {
+/// `given`: the spec's scale of the operand, or 0.
+Codes codes_of(const Spec& spec, double given, const float* row) {
     Codes result;
     result.codes.assign(static_cast<std::size_t>(spec.hidden_size), 0.0);
     float largest = 0;
@@ -32,10 +30,10 @@ Codes codes_of(const Spec& spec, const float* row) {
         }
         largest = std::max(largest, std::fabs(row[k]));
     }
-    if (largest < 0x1p-100F) return result;
+    if (given == 0 ? largest < 0x1p-100F : largest == 0) return result;
     const float most = spec.fp8 == Fp8Operands::int8 ? 127.F : 448.F;
-    const float factor = most / largest;
-    result.scale = largest / most;
+    const float factor = given == 0 ? most / largest : 1 / float(given);
+    result.scale = given == 0 ? largest / most : float(given);
     for (std::int64_t k = 0; k < spec.hidden_size; ++k) {
         const float scaled = row[k] * factor;
         result.codes[k] =
@@ -43,6 +41,17 @@ Codes codes_of(const Spec& spec, const float* row) {
     }
     return result;
 }
+
+/// A sum in fp32 of products of label smoothing, and how far off one may be.
+struct Sum {
+    double value = 0;
+    double sizes = 0;
+    void add(double term) {
+        value += term;
+        sizes += std::fabs(term);
+    }
+    [[nodiscard]] double error(std::int64_t length) const { return kU * (40 + 3 * std::sqrt(double(length))) * sizes; }
+};
 
 double slope_of_softcap(const Spec& spec, double x) {
     if (spec.softcap <= 0 || spec.offset_gradient) return 1;
@@ -56,6 +65,7 @@ struct Row {
     std::int64_t label = 0;
     double a = 0, t = 0, a_terms = 0;  ///< factor of its probabilities, what the label's is less by, and Σ |terms| of the first
     double gain = 1;                   ///< slope that all of its logits have
+    double s = 0;                      ///< label smoothing's part, times a class's weight, slope included
     double k = 0;
     double r = 0, r_error = 0;
     double label_gradient = 0, label_error = 0;
@@ -88,7 +98,10 @@ public:
     Fp8Truth make() {
         const std::int64_t n = problem_.num_tokens();
         const std::int64_t v = spec_.vocab_size;
-        for (std::int64_t j = 0; j < v; ++j) weight_.push_back(codes_of(spec_, layer_.weight + j * spec_.hidden_size));
+        for (std::int64_t j = 0; j < v; ++j) {
+            weight_.push_back(codes_of(spec_, spec_.fp8_weight_scale, layer_.weight + j * spec_.hidden_size));
+            classes_ += layer_.class_weight_of(j);
+        }
         rows_.resize(static_cast<std::size_t>(n));
         for (std::int64_t i = 0; i < n; ++i) set_row(i, rows_[i]);
         find_powers();
@@ -122,14 +135,16 @@ private:
     void set_coefficients(std::int64_t i, Row& row) const {
         const double factor = layer_.token_weight_of(i) * (spec_.dft ? std::exp(double(logprobs_[i])) : 1);
         const double g = factor * upstream(layer_.grad_loss, layer_.reduction == Reduction::none ? i : 0, spec_.outputs.loss ? 1 : 0);
-        const double hard = g / divide_.cross_entropy * layer_.class_weight_of(row.label);
+        const double hard = g / divide_.cross_entropy * (1 - spec_.label_smoothing) * layer_.class_weight_of(row.label);
+        const double smoothing = g / divide_.cross_entropy * spec_.label_smoothing / double(spec_.vocab_size);
         const double z_loss = g / divide_.z_loss * spec_.z_loss * 2 * double(lse_[i]);
         const double of_lse = upstream(layer_.grad_lse, i, 0);
         const double of_logprob = upstream(layer_.grad_logprobs, i, 0);
-        row.a = hard + z_loss + of_lse - of_logprob;
-        row.a_terms = std::fabs(hard) + std::fabs(z_loss) + std::fabs(of_lse) + std::fabs(of_logprob);
+        row.a = hard + smoothing * classes_ + z_loss + of_lse - of_logprob;
+        row.a_terms = std::fabs(hard) + std::fabs(smoothing * classes_) + std::fabs(z_loss) + std::fabs(of_lse) + std::fabs(of_logprob);
         row.t = hard - of_logprob;
         row.gain = (spec_.offset_gradient ? 1 : spec_.logit_scale) / layer_.temperature_of(i);
+        row.s = smoothing * row.gain;
     }
 
     void set_row(std::int64_t i, Row& row) {
@@ -137,7 +152,7 @@ private:
         if (!row.valid) return;
         row.label = layer_.target[i];
         set_coefficients(i, row);
-        row.hidden = codes_of(spec_, layer_.hidden + i * spec_.hidden_size);
+        row.hidden = codes_of(spec_, spec_.fp8_hidden_scale, layer_.hidden + i * spec_.hidden_size);
         const double lse = lse_[i];
         row.k = std::floor(lse_[i] * 1.44269504F) - (spec_.fp8_dlogits == Fp8Dlogits::e5m2 ? 14 : 7);
         const double unit = std::exp2(row.k - lse * kLog2E);
@@ -272,7 +287,9 @@ private:
         double sizes = 0;
         double doubts = 0;
         double ties = 0;
+        Sum smoothing;
         for (std::int64_t j = shard.start; j < shard.start + shard.classes; ++j) {
+            if (row.s != 0) smoothing.add(layer_.class_weight_of(j) * double(layer_.weight[j * spec_.hidden_size + k]));
             const double w = narrow_[j * spec_.hidden_size + k];
             sum += row.e[j] * w;
             sizes += std::fabs(row.e[j] * w);
@@ -281,9 +298,10 @@ private:
         }
         const bool has_label = shard_of_[row.label] == s;
         const double own = has_label ? double(layer_.weight[row.label * spec_.hidden_size + k]) : 0;
-        const double part = row.r * unit * sum + (has_label ? row.label_gradient * own : 0);
+        const double part = row.r * unit * sum + (has_label ? row.label_gradient * own : 0) - row.s * smoothing.value;
         const double limit = std::fabs(row.r) * unit * (doubts + summing(shard.classes) * sizes) + row.r_error * unit * sizes +
-                             (has_label ? row.label_error * std::fabs(own) + 4 * kU * std::fabs(row.label_gradient * own) : 0);
+                             (has_label ? row.label_error * std::fabs(own) + 4 * kU * std::fabs(row.label_gradient * own) : 0) +
+                             std::fabs(row.s) * smoothing.error(shard.classes);
         const std::int64_t at = i * spec_.hidden_size + k;
         out_.grad_hidden[at] += part;
         out_.hidden_limit[at] += limit + storing(std::fabs(part) + limit, shards_.grad_hidden_dtype);
@@ -301,6 +319,7 @@ private:
             double ties = 0;
             double own = 0;
             double own_error = 0;
+            Sum smoothing;
             for (std::size_t i = 0; i < rows_.size(); ++i) {
                 const Row& row = rows_[i];
                 if (!row.valid) continue;
@@ -309,16 +328,18 @@ private:
                 const double h_doubt = row.h_doubt[shard_of_[j]][k];
                 doubts += row.e_doubt[j] * (std::fabs(row.h[k]) + h_doubt) + row.e[j] * h_doubt;
                 ties += row.e_ties[j] * row.e_ties[j] * row.h[k] * row.h[k] + row.e[j] * row.e[j] * row.h_ties[k] * row.h_ties[k];
+                if (row.s != 0) smoothing.add(row.s * double(layer_.hidden[static_cast<std::int64_t>(i) * spec_.hidden_size + k]));
                 if (row.label != j) continue;
                 const double h = layer_.hidden[static_cast<std::int64_t>(i) * spec_.hidden_size + k];
                 own += row.label_gradient * h;
                 own_error += (row.label_error + 8 * kU * std::fabs(row.label_gradient)) * std::fabs(h);
             }
             const std::int64_t at = j * spec_.hidden_size + k;
-            out_.grad_weight[at] = unit * sum + own;
+            const double c = layer_.class_weight_of(j);
+            out_.grad_weight[at] = unit * sum + own - c * smoothing.value;
             const double old = problem_.old_grad_weight.empty() ? 0 : double(problem_.old_grad_weight[at]);
-            const double limit =
-                unit * (doubts + summing(std::ssize(rows_)) * sizes) + own_error + 4 * kU * (std::fabs(own) + std::fabs(old));
+            const double limit = unit * (doubts + summing(std::ssize(rows_)) * sizes) + own_error +
+                                 4 * kU * (std::fabs(own) + std::fabs(old)) + c * smoothing.error(std::ssize(rows_));
             out_.weight_limit[at] = limit + storing(std::fabs(out_.grad_weight[at]) + std::fabs(old) + limit, spec_.grad_weight_dtype);
             if (std::isfinite(out_.grad_weight[at])) out_.weight_ties += unit * unit * ties;
         }
@@ -330,9 +351,11 @@ private:
         for (const Row& row : rows_) {
             if (!row.valid) continue;
             const bool own = row.label == j;
-            const double part = own ? row.label_gradient : row.r * row.e[j];
+            const double taken = row.s * layer_.class_weight_of(j);
+            const double part = (own ? row.label_gradient : row.r * row.e[j]) - taken;
             sum += part;
             limit += (own ? row.label_error : std::fabs(row.r) * row.e_doubt[j] + row.r_error * row.e[j]) +
+                     kU * (40 + 3 * std::sqrt(double(rows_.size()))) * std::fabs(taken) +
                      kU * (8 + 3 * std::sqrt(double(rows_.size()))) * std::fabs(part);
             if (std::isfinite(part)) out_.bias_ties += row.r * row.r * row.e_ties[j] * row.e_ties[j];
         }
@@ -352,6 +375,7 @@ private:
     std::vector<std::size_t> shard_of_;  ///< [V]
     const Divisors divide_;
     const Format format_;
+    double classes_ = 0;  ///< Σ c_j
     std::vector<Codes> weight_;
     std::vector<Row> rows_;
     std::vector<int> weight_powers_;  ///< [shards]
@@ -369,107 +393,18 @@ Fp8Tolerance fp8_tolerance(bool on_gpu) {
     return {};
 }
 
-std::vector<double> dequantised_rows(const Spec& spec, const std::vector<float>& rows) {
+std::vector<double> dequantised_rows(const Spec& spec, double given, const std::vector<float>& rows) {
     std::vector<double> numbers(rows.size());
     for (std::size_t first = 0; first < rows.size(); first += static_cast<std::size_t>(spec.hidden_size)) {
-        const Codes codes = codes_of(spec, &rows[first]);
+        const Codes codes = codes_of(spec, given, &rows[first]);
         for (std::size_t k = 0; k < codes.codes.size(); ++k) numbers[first + k] = codes.codes[k] * double(codes.scale);
     }
     return numbers;
 }
 
-namespace {
-
-/// The layer without fp8 whose numbers are those of the operands of the logits: its outputs are those of the FP8 head.
-struct Dequantised {
-    Problem problem;
-    std::vector<double> hidden, weight, bias;
-
-    explicit Dequantised(const Problem& given)
-        : problem(given),
-          hidden(dequantised_rows(given.spec, given.hidden)),
-          weight(dequantised_rows(given.spec, given.weight)),
-          bias(given.bias.begin(), given.bias.end()) {
-        problem.spec.fp8 = Fp8Operands::none;
-        problem.spec.fp8_dlogits = Fp8Dlogits::e5m2;
-        problem.hidden.assign(hidden.begin(), hidden.end());
-        problem.weight.assign(weight.begin(), weight.end());
-    }
-
-    /// In fp64, of the numbers themselves.
-    [[nodiscard]] Result truth(const Selection& selection) const {
-        const Layer<float> of = layer_of(problem);
-        Layer<double> layer;
-        layer.spec = of.spec;
-        layer.num_tokens = of.num_tokens;
-        layer.hidden = hidden.data();
-        layer.weight = weight.data();
-        if (of.bias != nullptr) layer.bias = bias.data();
-        layer.class_weight = of.class_weight;
-        layer.class_offset = of.class_offset;
-        layer.target = of.target;
-        layer.temperature = of.temperature;
-        layer.token_weight = of.token_weight;
-        layer.ignore_index = of.ignore_index;
-        layer.reduction = of.reduction;
-        layer.num_valid = of.num_valid;
-        return oracle(layer, selection);
-    }
-};
-
-}  // namespace
-
-namespace {
-
-/// Budgets of outputs, with the error of logits whose products tensor cores add: each addition is cut off at `roundoff` of the largest
-/// addend, towards 0, so that errors of products of one sign are alike. `sizes`: Fp8Truth::logit_sizes.
-Reference with_sums(Reference reference, const std::vector<double>& sizes, double roundoff, std::int64_t length) {
-    Budgets& b = reference.budgets;
-    for (std::size_t i = 0; i < b.lse.size(); ++i) {
-        const double limit = roundoff * (8 + 3 * std::sqrt(double(length))) * sizes[i];
-        if (!(b.lse[i].limit > 0) || !(b.lse[i].floor > 0)) continue;
-        const double more = 1 + 2 * limit / b.lse[i].limit;  // log-probabilities have it twice
-        const double more_expected = 1 + limit / 4 / b.lse[i].floor;
-        for (auto* budgets : {&b.loss, &b.z_loss, &b.lse, &b.logprobs, &b.log_sum_sq_probs}) {
-            if (i >= budgets->size()) continue;
-            Budget& each = (*budgets)[i];
-            const double floor = each.floor * more_expected;
-            each = {floor, each.limit * more, each.alike + floor - each.floor};
-        }
-    }
-    return reference;
-}
-
-}  // namespace
-
 Fp8Truth fp8_truth(const Problem& problem, const std::vector<float>& lse, const std::vector<float>& logprobs, const Fp8Tolerance& tolerance,
                    const Fp8Shards& shards) {
     return TruthMaker(problem, lse, logprobs, tolerance, shards).make();
-}
-
-std::string fp8_failures(const Problem& problem, const KernelOutputs& got, const std::vector<float>& lse,
-                         const std::vector<float>& logprobs, const Fp8Tolerance& tolerance, const Fp8Shards& shards) {
-    const Dequantised plain(problem);
-    const Selection all = select_all(problem);
-    KernelOutputs outputs = got;
-    outputs.grad_hidden.clear();
-    outputs.grad_weight.clear();
-    outputs.grad_bias.clear();
-    const Fp8Truth truth = fp8_truth(problem, lse, logprobs, tolerance, shards);
-    Reference yardstick = reference(plain.problem, all);
-    if (tolerance.sum_roundoff > kU && problem.spec.fp8 == Fp8Operands::e4m3) {  // integers' sums are exact
-        yardstick = with_sums(std::move(yardstick), truth.logit_sizes, tolerance.sum_roundoff, problem.spec.hidden_size);
-    }
-    std::string text = failures(judge(plain.problem, all, outputs, plain.truth(all), yardstick));
-    // Sums of products of tensor cores are far from fp32's.
-    const double cap =
-        gradient_error_cap(problem.spec.dtype) + (problem.spec.dtype == DType::fp32 ? 2e-5 : 0) + (tolerance.sum_roundoff > kU ? 2e-2 : 0);
-    text += judge_gradient("grad_hidden", got.grad_hidden, truth.grad_hidden, truth.hidden_limit, {}, truth.hidden_ties, cap,
-                           truth.hidden_norm);
-    text += judge_gradient("grad_weight", got.grad_weight, truth.grad_weight, truth.weight_limit, problem.old_grad_weight,
-                           truth.weight_ties, cap);
-    text += judge_gradient("grad_bias", got.grad_bias, truth.grad_bias, truth.bias_limit, problem.old_grad_bias, truth.bias_ties, cap);
-    return text;
 }
 
 }  // namespace flce::test

@@ -15,6 +15,7 @@ struct Fp8Tolerance {
     int octaves = 0;
     double sum_roundoff = 0x1p-24;  ///< error of one addition to a sum of products of 8 bits, relative to the sum so far
     int store_roundings = 1;        ///< roundings of a gradient to its dtype
+    [[nodiscard]] bool cuts_off() const { return sum_roundoff > 0x1p-24; }
 };
 [[nodiscard]] Fp8Tolerance fp8_tolerance(bool on_gpu);
 
@@ -24,8 +25,8 @@ struct Fp8Shards {
     DType grad_hidden_dtype = DType::fp32;
 };
 
-/// A row of numbers as the logits' operands have it: codes times the row's scale.
-[[nodiscard]] std::vector<double> dequantised_rows(const Spec& spec, const std::vector<float>& rows);
+/// A row of numbers as the logits' operands have it: codes times the row's scale. `given`: the spec's scale of the operand, or 0.
+[[nodiscard]] std::vector<double> dequantised_rows(const Spec& spec, double given, const std::vector<float>& rows);
 
 /// Gradients, and for each number the most that a right kernel's differs by. Codes near a tie may be either one.
 struct Fp8Truth {

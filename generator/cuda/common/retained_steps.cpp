@@ -102,17 +102,21 @@ SmoothingSums::SmoothingSums(const Spec& spec, const Expr& smoothing) {
     smoothing_total = hidden_sums + kSmoothingParts * bytes;
 }
 
-std::vector<Statement> smoothing_steps(const BackwardPass& pass, const RetainedPlaces& places, bool of_bias) {
-    const SmoothingSums at(pass.spec, places.smoothing);
+SmoothingTerms retained_smoothing(const BackwardPass& pass, const RetainedPlaces& places) {
+    return {retained_at(places.layout.row_smoothing), places.layout.columns, SmoothingSums(pass.spec, places.smoothing)};
+}
+
+std::vector<Statement> smoothing_steps(const BackwardPass& pass, const SmoothingTerms& terms, bool of_bias) {
+    const SmoothingSums& at = terms.sums;
     LaunchBuilder<SmoothingSumsParams> sums(pass.source.kernel(KernelRole::smoothing_sums), 2 * kSmoothingParts);
     sums.set(&SmoothingSumsParams::weight, slot(Slot::weight))
         .set(&SmoothingSumsParams::hidden, slot(Slot::hidden))
         .set(&SmoothingSumsParams::class_weight, slot(Slot::class_weight))
-        .set(&SmoothingSumsParams::row_smoothing, retained_at(places.layout.row_smoothing))
+        .set(&SmoothingSumsParams::row_smoothing, terms.row_smoothing)
         .set(&SmoothingSumsParams::weight_sums, at.weight_sums)
         .set(&SmoothingSumsParams::hidden_sums, at.hidden_sums)
         .set_list(&SmoothingSumsParams::list, pass.list, 0)
-        .set(&SmoothingSumsParams::columns, places.layout.columns)
+        .set(&SmoothingSumsParams::columns, terms.columns)
         .set(&SmoothingSumsParams::rows, slot(Slot::num_tokens));
     LaunchBuilder<SmoothingTotalsParams> totals(pass.source.kernel(KernelRole::smoothing_totals),
                                                 2 * ((pass.spec.hidden_size + 31) / 32) + (of_bias ? 1 : 0));
@@ -121,7 +125,7 @@ std::vector<Statement> smoothing_steps(const BackwardPass& pass, const RetainedP
         .set(&SmoothingTotalsParams::weight_sum, at.weight_sum)
         .set(&SmoothingTotalsParams::hidden_sum, at.hidden_sum);
     if (of_bias) {
-        totals.set(&SmoothingTotalsParams::row_smoothing, retained_at(places.layout.row_smoothing))
+        totals.set(&SmoothingTotalsParams::row_smoothing, terms.row_smoothing)
             .set(&SmoothingTotalsParams::smoothing_total, at.smoothing_total)
             .set_list(&SmoothingTotalsParams::list, pass.list, 0)
             .set(&SmoothingTotalsParams::rows, slot(Slot::num_tokens));

@@ -60,8 +60,16 @@ struct SmoothingSums {
 
     SmoothingSums(const Spec& spec, const Expr& smoothing);
 };
+/// Numbers that label smoothing's terms are made of.
+struct SmoothingTerms {
+    Expr row_smoothing;  ///< address: RetainedRowsParams'
+    Expr columns;        ///< classes that lack their terms, the first ones
+    SmoothingSums sums;
+};
 /// Adds up label smoothing's terms, which grad_hidden and grad_weight of exponentials lack. `of_bias`: those that grad_bias lacks as well.
-[[nodiscard]] std::vector<Statement> smoothing_steps(const BackwardPass& pass, const RetainedPlaces& places, bool of_bias);
+[[nodiscard]] std::vector<Statement> smoothing_steps(const BackwardPass& pass, const SmoothingTerms& terms, bool of_bias);
+/// The terms that products of retained exponentials lack.
+[[nodiscard]] SmoothingTerms retained_smoothing(const BackwardPass& pass, const RetainedPlaces& places);
 
 /// grad_bias of the retained columns, where no GEMM adds it up.
 [[nodiscard]] Statement retained_bias_launch(const BackwardPass& pass, const RetainedLayout& retained);

@@ -88,6 +88,7 @@ std::string problem_struct(const Spec& spec, const Plan& plan, const KernelFamil
     if (is_fp8(spec)) {
         text += fmt::format("    enum : bool {{ int8_logits = {} }};\n", spec.fp8 == Fp8Operands::int8);
         text += fmt::format("    enum : bool {{ e5m2_dlogits = {} }};\n", spec.fp8_dlogits == Fp8Dlogits::e5m2);
+        if (has_fp8_scales(spec)) text += "    enum : bool { given_scales = true };\n";
     }
     if (has_teacher_head(spec)) {
         text += "    enum : bool { divergence = true };\n";

@@ -17,6 +17,8 @@ struct BackwardPassFp8 : BackwardPass {
     Expr weight_largest;  ///< address of the bits of the weight's largest number, and so is the next one
     Expr hidden_largest;
     Expr leaves_weight;  ///< whether grad_weight and grad_bias are left for the second of two stages: a shard's with everything retained
+    bool smooths;        ///< whether gradients of exponentials lack label smoothing's terms
+    SmoothingSums smoothing;
 
     BackwardPassFp8(const Spec& spec, const Device& device, const Plan& plan, const CudaSource& source, const BackwardLayoutFp8& layout)
         : BackwardPass(spec, plan, source, layout),
@@ -25,7 +27,9 @@ struct BackwardPassFp8 : BackwardPass {
           retains(less(0, layout.retained.columns)),
           weight_largest(select(retains, slot(Slot::retained), workspace_at(layout.largest))),
           hidden_largest(workspace_at(layout.largest) + static_cast<std::int64_t>(offsetof(Fp8Largest, hidden))),
-          leaves_weight(is_shard(spec) ? retains && equal(layout.retained.columns, columns) : Expr(0)) {}
+          leaves_weight(is_shard(spec) ? retains && equal(layout.retained.columns, columns) : Expr(0)),
+          smooths(spec.label_smoothing > 0),
+          smoothing(spec, layout.smoothing) {}
 
     [[nodiscard]] Expr tokens() const { return slot(Slot::num_tokens); }
 };
@@ -52,6 +56,7 @@ Statement rows_launch(const BackwardPassFp8& pass) {
         .set(&Params::largest, workspace_at(layout.largest))
         .set(&Params::rows, pass.tokens())
         .set_float(&Params::derivative, static_cast<float>(pass.spec.logit_scale));
+    if (pass.smooths) launch.set(&Params::row_smoothing, workspace_at(layout.row_smoothing));
     return launch.build();
 }
 
@@ -85,6 +90,7 @@ Statement scales_launch(const BackwardPassFp8& pass) {
         .set(&Params::row_largest, workspace_at(layout.class_largest))
         .set(&Params::largest, workspace_at(layout.largest))
         .set(&Params::rows, pass.columns);
+    if (has_fp8_scales(pass.spec)) launch.set(&Params::given_scale, slot(Slot::fp8_weight_scale));
     return launch.build();
 }
 
@@ -126,6 +132,7 @@ Statement both_codes_launch(const BackwardPassFp8& pass, const Columns& of, cons
     launch.set(&Params::row_codes, places.weight_codes)
         .set(&Params::row_largest, workspace_at(pass.layout.class_largest) + of.first * 4)
         .set(&Params::pitch, code_pitch(pass.spec));
+    if (has_fp8_scales(pass.spec)) launch.set(&Params::given_scale, slot(Slot::fp8_weight_scale));
     return launch.build();
 }
 
@@ -142,6 +149,8 @@ Statement hidden_step(const BackwardPassFp8& pass, const Columns& of, const Expr
     return launch.build();
 }
 
+Expr class_weights_at(const Expr& column) { return advanced(slot(Slot::class_weight), column, 4); }
+
 Statement weight_step(const BackwardPassFp8& pass, const Columns& of) {
     using Params = Fp8GradientParams;
     const BackwardLayoutFp8& layout = pass.layout;
@@ -151,7 +160,11 @@ Statement weight_step(const BackwardPassFp8& pass, const Columns& of) {
                                                    {workspace_at(layout.hidden_turned), positions, pass.spec.hidden_size, positions},
                                                    address, pass.grad_element_bytes);
     launch.set(&Params::largest, pass.hidden_largest).set(&Params::adds, pass.spec.grad_weight_mode == GradMode::accumulate ? 1 : 0);
-    return {If{present(Slot::grad_weight), {launch.build()}}};
+    if (!pass.smooths) return {If{present(Slot::grad_weight), {launch.build()}}};
+    LaunchBuilder<SmoothedFp8GradientParams> smoothed(std::move(launch));
+    smoothed.set(&SmoothedFp8GradientParams::hidden_sum, pass.smoothing.hidden_sum)
+        .set(&SmoothedFp8GradientParams::class_weight, class_weights_at(of.first));
+    return {If{present(Slot::grad_weight), {smoothed.build()}}};
 }
 
 std::vector<Statement> bias_steps(const BackwardPassFp8& pass, const Columns& of) {
@@ -164,6 +177,9 @@ std::vector<Statement> bias_steps(const BackwardPassFp8& pass, const Columns& of
         .set(&Params::positions, token_positions())
         .set(&Params::columns, of.count)
         .set(&Params::rows, pass.tokens());
+    if (pass.smooths) {
+        launch.set(&Params::smoothing_total, pass.smoothing.smoothing_total).set(&Params::class_weight, class_weights_at(of.first));
+    }
     return {{If{present(Slot::grad_bias), {launch.build()}}}};
 }
 
@@ -229,6 +245,7 @@ std::vector<Statement> logits_again(const BackwardPassFp8& pass, const Columns& 
         .set(&ForwardParams::target_logits, workspace_at(layout.target_logits))
         .set(&ForwardParams::rows, pass.tokens())
         .set_transform(&ForwardParams::transform, spec);
+    if (pass.smooths) launch.set(&ForwardParams::class_weight, slot(Slot::class_weight));
     return {both_codes_launch(pass, chunk, places), logits_launch(spec, std::move(launch), at), no_targets_launch(spec, pass.source, at)};
 }
 
@@ -253,6 +270,9 @@ Statement finish_step(const BackwardPassFp8& pass) {
         .set(&Params::target_dz, workspace_at(layout.target_dz))
         .set(&Params::grad_hidden, slot(Slot::grad_hidden))
         .set(&Params::rows, pass.tokens());
+    if (pass.smooths) {
+        launch.set(&Params::row_smoothing, workspace_at(layout.row_smoothing)).set(&Params::weight_sum, pass.smoothing.weight_sum);
+    }
     return {If{present(Slot::grad_hidden), {launch.build()}}};
 }
 
@@ -282,6 +302,10 @@ std::vector<Statement> gradient_steps(const BackwardPassFp8& pass) {
     std::vector<Statement> steps = coefficient_steps(pass);
     steps.push_back({MemsetZero{workspace_at(layout.largest), static_cast<std::int64_t>(sizeof(Fp8Largest))}});
     steps.push_back(rows_launch(pass));
+    if (pass.smooths) {
+        const SmoothingTerms terms{workspace_at(layout.row_smoothing), pass.spec.vocab_size, pass.smoothing};
+        std::ranges::move(smoothing_steps(pass, terms, pass.spec.bias), std::back_inserter(steps));
+    }
     std::ranges::move(unless_left(pass, {turn_hidden_step(pass)}), std::back_inserter(steps));
     steps.push_back(retained_steps(pass));
     const Statement codes = hidden_codes_launch(pass.spec, pass.source, workspace_at(layout.hidden_codes), workspace_at(layout.row_scales));

@@ -1,6 +1,9 @@
+#include <algorithm>
+#include <iterator>
 #include <utility>
 
 #include "generator/cuda/common/forward_steps.hpp"
+#include "generator/cuda/common/prepare.hpp"
 #include "generator/cuda/common/retained_steps.hpp"
 #include "generator/cuda/fp8/logits_launch.hpp"
 
@@ -43,6 +46,7 @@ std::vector<Statement> logits_steps(const ForwardPassFp8& pass, LogitsAt at, con
                         .rows = at.columns,
                         .codes = at.weight_codes,
                         .scales = at.column_scales,
+                        .given_scale = Slot::fp8_weight_scale,
                         .largest = weight_largest,
                         .unless = at.unless};
     LaunchBuilder<ForwardParams> launch = forward_launch(pass, KernelRole::forward, logits_grid(pass.spec, pass.device, at.columns), 1);
@@ -149,7 +153,10 @@ LaunchProgram forward_program(const Spec& spec, const Device& device, const Plan
     const ForwardPassFp8 pass(spec, device, plan, source, layout);
     std::vector<Statement> steps = with_columns(spec, logits_and_sums(pass));
     steps.push_back(row_outputs_launch(pass, {}));
-    return {.body = for_all_rows(pass, std::move(steps)), .variable_count = kStretchLoop + 1};
+    std::vector<Statement> body;
+    if (sums_class_weights(spec)) body.push_back(prepare_launch(spec, source, {}));
+    std::ranges::move(for_all_rows(pass, std::move(steps)), std::back_inserter(body));
+    return {.body = std::move(body), .variable_count = kStretchLoop + 1};
 }
 
 }  // namespace flce::fp8

@@ -15,6 +15,12 @@ constexpr std::int64_t kReserveBytes = 160 << 10;  // scalars, what alignment co
 /// Bytes of scratch beside what grows with a chunk: tokens are rounded up to groups of positions.
 std::int64_t reserve_bytes(const Spec& spec) { return kReserveBytes + kFp8TokenGroup * spec.hidden_size + 8 * spec.vocab_size; }
 
+/// Adds label smoothing's sums, which backward has there.
+std::int64_t backward_reserve_bytes(const Spec& spec) { return reserve_bytes(spec) + smoothing_bytes(spec); }
+
+/// Bytes of a row's partial sums.
+std::int64_t sums_bytes(const Spec& spec) { return std::int64_t{4} * partial_fields(spec); }
+
 std::int64_t grad_row_bytes(const Spec& spec) {
     return spec.hidden_size * static_cast<std::int64_t>(element_bytes(spec.grad_weight_dtype));
 }
@@ -99,7 +105,7 @@ ForwardLayoutFp8 forward_layout(const Spec& spec, const Plan& plan) {
     f.largest = pieces.take(static_cast<std::int64_t>(sizeof(Fp8Largest)));
     f.target_logits = pieces.take(n * 4);
     f.loss_partials = pieces.take(ceil_div(n, kOutputRows) * static_cast<std::int64_t>(sizeof(LossPartial)));
-    f.running = pieces.take(f.running_rows * 8);
+    f.running = pieces.take(f.running_rows * sums_bytes(spec));
     f.powers = pieces.take(n * 4);
     f.again = pieces.take(ceil_div(n, kFp8ClusterRows) * 4);
     f.row_scales = pieces.take(n * 4);
@@ -107,13 +113,13 @@ ForwardLayoutFp8 forward_layout(const Spec& spec, const Plan& plan) {
     // A column takes its codes, its scale, and its part of a tile's sums.
     const std::int64_t tile = logits_tile(spec).block_n;
     const std::int64_t codes = code_pitch(spec) + 4;
-    const Expr most = floor_div((plan.scratch_bytes - reserve_bytes(spec)) * tile, codes * tile + f.partial_rows * 8);
+    const Expr most = floor_div((plan.scratch_bytes - reserve_bytes(spec)) * tile, codes * tile + f.partial_rows * sums_bytes(spec));
     f.cut = cut_columns(0, spec.vocab_size, whole_quanta(most));
     // A shard with fewer classes has fewer stretches, of the same width.
     if (is_shard(spec)) f.cut = cut_chunks(0, vocab_columns(spec), f.cut.width);
     f.column_scales = pieces.take(f.cut.width * 4);
     f.weight_codes = pieces.take(f.cut.width * code_pitch(spec));
-    f.partials = pieces.take(floor_div(f.cut.width, tile) * f.partial_rows * 8);
+    f.partials = pieces.take(floor_div(f.cut.width, tile) * f.partial_rows * sums_bytes(spec));
     f.total = pieces.end();
     return f;
 }
@@ -142,7 +148,7 @@ void place_again(const Spec& spec, const Device& device, const Plan& plan, const
         b.again.push_back(wide);
         b.again_places.push_back(chunk_places(spec, round_up(slot(Slot::grad_weight) + begin, kWorkspaceAlignment), wide.width));
     }
-    const Expr fitting = floor_div(plan.scratch_bytes - reserve_bytes(spec), again_bytes(spec));
+    const Expr fitting = floor_div(plan.scratch_bytes - backward_reserve_bytes(spec), again_bytes(spec));
     b.again.push_back(cut_chunks(rest, columns, whole_waves(spec, device, min(whole_quanta(fitting), most))));
     b.again_places.push_back(chunk_places(spec, scratch, b.again.back().width));
 }
@@ -171,13 +177,17 @@ BackwardLayoutFp8 backward_layout(const Spec& spec, const Device& device, const 
     b.row_targets = pieces.take(n * 8);
     if (spec.temperature) b.row_temperatures = pieces.take(n * 4);
     for (Expr* numbers : {&b.powers, &b.factors, &b.target_dz, &b.target_logits, &b.order, &b.row_scales}) *numbers = pieces.take(n * 4);
+    if (spec.label_smoothing > 0) {
+        b.row_smoothing = pieces.take(n * 4);
+        b.smoothing = pieces.take(smoothing_bytes(spec));
+    }
     const std::int64_t classes = multiple_above(spec.vocab_size, kFp8Quantum);  // tiles read scales to their ends
     for (Expr* numbers : {&b.class_scales, &b.class_largest}) *numbers = pieces.take(classes * 4);
     b.hidden_codes = pieces.take(n * code_pitch(spec));
     b.hidden_turned = pieces.take(token_positions() * spec.hidden_size);
     b.sum = pieces.take(n * (4 * spec.hidden_size));
     const Expr scratch = workspace_at(pieces.end());
-    const Expr room = max(plan.scratch_bytes - reserve_bytes(spec), again_bytes(spec) * kFp8Quantum);
+    const Expr room = max(plan.scratch_bytes - backward_reserve_bytes(spec), again_bytes(spec) * kFp8Quantum);
     place_kept(spec, scratch, room, b);
     place_again(spec, device, plan, scratch, b);
     b.total = pieces.end() + room;
@@ -185,7 +195,7 @@ BackwardLayoutFp8 backward_layout(const Spec& spec, const Device& device, const 
 }
 
 std::int64_t least_scratch_bytes(const Spec& spec, const Plan& /*plan*/) {
-    return reserve_bytes(spec) + kFp8Quantum * (code_pitch(spec) + spec.hidden_size + 4);
+    return backward_reserve_bytes(spec) + kFp8Quantum * (code_pitch(spec) + spec.hidden_size + 4);
 }
 
 }  // namespace flce::fp8

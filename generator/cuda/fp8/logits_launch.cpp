@@ -15,6 +15,7 @@ LaunchBuilder<Fp8CodesParams> codes_of(const Spec& spec, const CudaSource& sourc
         .set(&Params::unless, at.unless)
         .set(&Params::pitch, code_pitch(spec))
         .set(&Params::rows, at.rows);
+    if (has_fp8_scales(spec)) launch.set(&Params::given_scale, slot(at.given_scale));
     return launch;
 }
 
@@ -30,7 +31,11 @@ Statement codes_launch(const Spec& spec, const CudaSource& source, const CodesAt
 
 Statement hidden_codes_launch(const Spec& spec, const CudaSource& source, const Expr& codes, const Expr& scales) {
     using Params = Fp8CodesParams;
-    const CodesAt at{.from = slot(Slot::hidden), .rows = slot(Slot::num_tokens), .codes = codes, .scales = scales};
+    const CodesAt at{.from = slot(Slot::hidden),
+                     .rows = slot(Slot::num_tokens),
+                     .codes = codes,
+                     .scales = scales,
+                     .given_scale = Slot::fp8_hidden_scale};
     LaunchBuilder<Params> launch = codes_of(spec, source, at);
     launch.set_targets(&Params::targets, spec, 0).set(&Params::temperature, slot(Slot::temperature));
     return launch.build();
@@ -80,6 +85,9 @@ Statement targets_launch(const Spec& spec, const CudaSource& source, const Expr&
         .set(&Params::target_logits, target_logits)
         .set_transform(&Params::transform, spec)
         .set(&Params::rows, slot(Slot::num_tokens));
+    if (has_fp8_scales(spec)) {
+        launch.set(&Params::hidden_scale, slot(Slot::fp8_hidden_scale)).set(&Params::weight_scale, slot(Slot::fp8_weight_scale));
+    }
     return launch.build();
 }
 

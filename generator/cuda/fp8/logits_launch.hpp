@@ -13,7 +13,8 @@ struct CodesAt {
     Expr rows;
     Expr codes;
     Expr scales;
-    Expr largest{0};  ///< Fp8CodesParams', and so is `unless`
+    Slot given_scale;  ///< the operand's, where the spec has scales
+    Expr largest{0};   ///< Fp8CodesParams', and so is `unless`
     Expr unless{0};
 };
 [[nodiscard]] Statement codes_launch(const Spec& spec, const CudaSource& source, const CodesAt& at);

@@ -121,7 +121,8 @@ void write_gemms(KernelWriter& writer, const Spec& spec) {
     };
     gemm(KernelRole::forward, GemmRole::forward, "Fp8LogitsParams", "logits_fp8", "LogitsFp8");
     gemm(KernelRole::grad_hidden, GemmRole::grad_hidden, "Fp8GradientParams", "grad_hidden_fp8", "GradHiddenFp8");
-    gemm(KernelRole::grad_weight, GemmRole::grad_weight, "Fp8GradientParams", "grad_weight_fp8", "GradWeightFp8");
+    const char* grad_weight = spec.label_smoothing > 0 ? "SmoothedFp8GradientParams" : "Fp8GradientParams";
+    gemm(KernelRole::grad_weight, GemmRole::grad_weight, grad_weight, "grad_weight_fp8", "GradWeightFp8");
 }
 
 }  // namespace
@@ -146,10 +147,17 @@ CudaSource source(const Spec& spec, const Device& device, const Plan& plan) {
     writer.rows(KernelRole::fp8_order, "Fp8OrderParams");
     writer.rows(KernelRole::fp8_target_rows, "Fp8TargetRowsParams");
     if (spec.bias) writer.rows(KernelRole::fp8_bias, "Fp8BiasParams");
+    if (spec.label_smoothing > 0) {
+        writer.rows(KernelRole::smoothing_sums, "SmoothingSumsParams");
+        writer.rows(KernelRole::smoothing_totals, "SmoothingTotalsParams");
+    }
     return std::move(writer).finish();
 }
 
-const GemmTile& logits_tile(const Spec& spec) { return spec.softcap != 0.0 || spec.temperature || spec.class_offset ? kNarrow : kWide; }
+const GemmTile& logits_tile(const Spec& spec) {
+    const bool crowded = spec.softcap != 0.0 || spec.temperature || spec.class_offset || spec.label_smoothing > 0;
+    return crowded ? kNarrow : kWide;
+}
 
 Expr clusters_of(const Device& device, const GemmTile& tile, const Expr& m, const Expr& n) {
     const Expr tiles = ceil_div(m, std::int64_t{tile.block_m} * kClusterBlocks) * ceil_div(n, tile.block_n);

@@ -70,7 +70,7 @@ std::vector<Statement> retained_hidden_steps(const BackwardPassSm80& pass) {
     std::vector<Statement> steps = {retained_rows_step(
         pass, [&](const RowBlock& rows) { return retained_rows_launch(pass, places_of(pass), rows, scaled_hidden).build(); })};
     if (pass.spec.label_smoothing > 0) {
-        std::ranges::move(smoothing_steps(pass, places_of(pass), false), std::back_inserter(steps));
+        std::ranges::move(smoothing_steps(pass, retained_smoothing(pass, places_of(pass)), false), std::back_inserter(steps));
     }
     if (pass.spec.bias) steps.push_back({If{present(Slot::grad_bias), {retained_bias_launch(pass, pass.retained)}}});
     steps.push_back(grad_hidden_step(pass));

@@ -154,7 +154,8 @@ std::vector<Statement> retained_hidden_steps(const BackwardPassSm90& pass) {
     const Expr later = pass.defers_hidden || pass.scales_behind;  // or never
     steps.push_back(rows_step(pass, select(and_not(present(Slot::grad_weight), later), compact_hidden_at(pass), 0)));
     if (pass.spec.label_smoothing > 0) {
-        std::ranges::move(smoothing_steps(pass, places_of(pass), sums_retained_bias(pass.spec, pass.plan)), std::back_inserter(steps));
+        std::ranges::move(smoothing_steps(pass, retained_smoothing(pass, places_of(pass)), sums_retained_bias(pass.spec, pass.plan)),
+                          std::back_inserter(steps));
     }
     // grad_weight comes later: it may take the place of what the others read.
     if (pass.spec.bias) {

@@ -109,6 +109,10 @@ struct Spec {
                                                 ///< gradients' to fp8_dlogits and e4m3. Not together with a weight in another form than the
                                                 ///< dtype, hidden_major, a teacher, and options that refuse it by name
     Fp8Dlogits fp8_dlogits = Fp8Dlogits::e5m2;  ///< with fp8: e5m2 has the range of far tails, e4m3 one more bit
+    double fp8_hidden_scale = 0.0;  ///< with fp8, 2^-100 to 2^100: number that one code of hidden stands for in the logits, in all rows.
+                                    ///< Numbers beyond the format's largest code become that code. 0: a row's scale follows from its
+                                    ///< largest number. Another value compiles nothing
+    double fp8_weight_scale = 0.0;  ///< number that one code of the weight stands for. Both scales are given or neither
     Outputs outputs{};
 
     friend bool operator==(const Spec&, const Spec&) = default;
@@ -128,10 +132,11 @@ struct Spec {
 /// grad_weight_dtype, grad_weight_mode, bias, class_weight, class_offset, class_groups, offset_gradient, temperature, token_weight,
 /// batch_invariant, dft, logit_scale, softcap, label_smoothing, z_loss, teacher_top_k, hard_weight, support, teacher_hidden_size,
 /// divergence_beta, teacher_bias, teacher_logit_scale, teacher_softcap, top_k, fp8 (int8, e4m3; alone: int8), fp8_dlogits (e5m2, e4m3),
-/// outputs (names joined by '+': loss+lse+logprobs+entropy+top1+log_sum_sq_probs). dtypes: bf16, fp16, fp32, or torch's bfloat16, float16,
-/// float32; of the weight also e4m3 (float8_e4m3fn) and nvfp4. D and V are required; dtype defaults to bf16, weight_dtype and
-/// grad_hidden_dtype to dtype, grad_weight_dtype to weight_dtype, grad_weight_mode to write, or accumulate where tied is set. The result is
-/// normalized. Throws SpecError for an unknown or repeated key and for a bad value, EnvironmentError for a file that cannot be read.
+/// fp8_hidden_scale, fp8_weight_scale, outputs (names joined by '+': loss+lse+logprobs+entropy+top1+log_sum_sq_probs). dtypes: bf16, fp16,
+/// fp32, or torch's bfloat16, float16, float32; of the weight also e4m3 (float8_e4m3fn) and nvfp4. D and V are required; dtype defaults to
+/// bf16, weight_dtype and grad_hidden_dtype to dtype, grad_weight_dtype to weight_dtype, grad_weight_mode to write, or accumulate where
+/// tied is set. The result is normalized. Throws SpecError for an unknown or repeated key and for a bad value, EnvironmentError for a file
+/// that cannot be read.
 [[nodiscard]] Spec parse_spec(std::string_view text);
 /// A JSON object with the same keys: numbers, booleans, strings, and an array of names for outputs.
 [[nodiscard]] Spec parse_spec_json(std::string_view json);
@@ -162,6 +167,8 @@ struct Spec {
 [[nodiscard]] bool is_quantized(const Spec& spec) noexcept;
 /// Whether the layer's products are of numbers in 8 bits.
 [[nodiscard]] bool is_fp8(const Spec& spec) noexcept;
+/// Whether operands of the logits have scales that the spec gives.
+[[nodiscard]] bool has_fp8_scales(const Spec& spec) noexcept;
 /// Bytes of a row of the weight in memory, for vocab_major.
 [[nodiscard]] std::int64_t weight_row_bytes(const Spec& spec) noexcept;
 /// Numbers of a row that an nvfp4 scale is for.

@@ -20,7 +20,7 @@ from flce.call._spec_text import REDUCTIONS, reduction_code, spec_text, workspac
 from flce.call._targets import check_ignore_index
 from flce.core import _frame, _retain, checks
 from flce.core._frame import CallOptions
-from flce.fp8 import spec_keys
+from flce.fp8 import refuse, spec_keys
 
 REDUCTION_NAMES = {code: name for name, code in REDUCTIONS.items()}
 OUTPUTS = (*_frame.VALUES[:-1], "top1", _frame.VALUES[-1])  # a Spec's outputs, in the order in which callers get them
@@ -140,6 +140,7 @@ def _checked(
     named_logprobs: bool = False,
     **of_spec: Any,
 ) -> CallOptions:
+    refuse(of_spec)
     flags = {name: of_spec.pop(name) for name in _FLAGS.values() if name in of_spec}
     asked = asked_outputs(flags)
     spec = spec_text(written_outputs(asked, of_spec.get("dft", False)), **of_spec)
@@ -216,6 +217,7 @@ def check_options(options: Mapping[str, Any], shift: Any) -> None:
     for name in ("dft", "batch_invariant"):
         checks.flag(name, options.get(name, False))
     spec_keys(options.get("fp8"))
+    refuse(options)
     workspace_limit(options.get("workspace_limit_bytes"))
     retain_choice(options.get("retain_in_grad_weight"), fp8=options.get("fp8"))
     if options.get("memory_limit_bytes") is not None and options.get("workspace_limit_bytes") is not None:
