@@ -336,7 +336,20 @@ double lendable_part(const Spec& spec, std::int64_t num_tokens) noexcept {
     return std::min(1.0, bytes / (static_cast<double>(num_tokens) * static_cast<double>(element_bytes(spec.dtype))));
 }
 
+namespace {
+
+/// Part of exponentials in 8 bits, both ways, that the gradient's memory holds: its rows may take the place of one of both.
+double lendable_part_fp8(const Spec& spec, std::int64_t num_tokens) noexcept {
+    if (spec.grad_weight_mode != GradMode::write || num_tokens <= 0) return 0;
+    const double row_bytes = static_cast<double>(spec.hidden_size) * static_cast<double>(element_bytes(spec.grad_weight_dtype));
+    const auto tokens = static_cast<double>(num_tokens);
+    return row_bytes / (std::max(tokens, row_bytes) + tokens);
+}
+
+}  // namespace
+
 double lendable_part(const Spec& spec, const Plan& plan, std::int64_t num_tokens) noexcept {
+    if (is_fp8(spec)) return lendable_part_fp8(spec, num_tokens);
     if (!has_teacher_head(spec)) return lendable_part(spec, num_tokens);
     if (!has_lent_tile(plan) || is_shard(spec) || num_tokens <= 0) return 0;
     const auto tokens = static_cast<double>(num_tokens);

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from fp8_support import Truth, error, truth_of
+from retain_support import LENT, NONE, Watched
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -375,7 +376,17 @@ def test_a_weight_in_another_dtype_is_named_with_what_to_do() -> None:
         flce.linear_cross_entropy(hidden, weight, torch.zeros(5, dtype=torch.int64), fp8=flce.Fp8())
 
 
-def test_memory_of_the_weights_gradient_is_refused() -> None:
-    hidden, weight = torch.randn(5, 64, requires_grad=True), torch.randn(50, 64, requires_grad=True)
-    with pytest.raises(flce.ArgumentError, match="retain_in_grad_weight is True with fp8"):
-        flce.linear_cross_entropy(hidden, weight, torch.zeros(5, dtype=torch.int64), fp8=flce.Fp8(), retain_in_grad_weight=True)
+def test_the_weights_gradient_holds_exponentials(device: str, watched: Watched) -> None:
+    """On a GPU; a second backward has nothing retained."""
+    torch.manual_seed(6)
+    hidden = torch.randn(TOKENS, HIDDEN).to(device, torch.bfloat16).requires_grad_()
+    weight = nn.Parameter((torch.randn(2500, HIDDEN) / 4).to(device, torch.bfloat16))
+    target = torch.randint(0, 2500, (TOKENS,), device=device)
+    expected = truth_of(hidden, weight, target, flce.Fp8())
+    loss = flce.linear_cross_entropy(hidden, weight, target, fp8=flce.Fp8(), retain_in_grad_weight=True)
+    assert error(loss, expected.loss) < 1e-5
+    for retained in (NONE if device == "cpu" else LENT, NONE):
+        gradients = torch.autograd.grad(loss, (hidden, weight), retain_graph=True)
+        assert watched.take() == [retained]
+        for found, each in zip(gradients, (expected.grad_hidden, expected.grad_weight), strict=True):
+            assert error(found, each) < BOUND[torch.bfloat16]

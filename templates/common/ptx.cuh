@@ -63,6 +63,9 @@ __device__ __forceinline__ unsigned long long ld_shared_b64(unsigned address) {
 __device__ __forceinline__ void st_shared_b32(unsigned address, unsigned value) {
     asm volatile("st.shared.b32 [%0], %1;\n" ::"r"(address), "r"(value) : "memory");
 }
+__device__ __forceinline__ void st_shared_b8(unsigned address, unsigned value) {
+    asm volatile("st.shared.b8 [%0], %1;\n" ::"r"(address), "r"(value) : "memory");
+}
 __device__ __forceinline__ void ld_shared_v4(unsigned (&r)[4], unsigned address) {
     asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];\n" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address) : "memory");
 }

@@ -35,10 +35,11 @@ __device__ __forceinline__ float2 unpack_fp8(unsigned codes) {
     }
     return make_float2(Numeric<Fp16>::first(pair), Numeric<Fp16>::second(pair));
 }
-__device__ __forceinline__ int code_s8(float x) { return max(min(__float2int_rn(x), 127), -127); }
+/// Four numbers of at most 127 as int8, the first in the lowest byte: to the nearest, ties to even. Beside 1.5 · 2^23 a number's last bits
+/// are its integer; the sum is none that a compiler may fuse with a product before it.
 __device__ __forceinline__ unsigned pack_s8(float x0, float x1, float x2, float x3) {
-    const auto byte = [](float x) { return static_cast<unsigned>(code_s8(x)) & 0xffu; };
-    return byte(x0) | byte(x1) << 8 | byte(x2) << 16 | byte(x3) << 24;
+    const auto bits = [](float x) { return __float_as_uint(__fadd_rn(x, 12582912.f)); };
+    return __byte_perm(__byte_perm(bits(x0), bits(x1), 0x0040), __byte_perm(bits(x2), bits(x3), 0x0040), 0x5410);
 }
 
 /// Bytes of a 4 × 4 block change rows and columns.
@@ -77,6 +78,16 @@ __device__ __forceinline__ bool has_class(int target) {
 /// The power of two that a matrix is multiplied with for e4m3, of its largest number's bits.
 __device__ __forceinline__ float fp8_factor(unsigned largest) { return fp8::power_of_two(fp8::e4m3_power(fp8::float_of(largest))); }
 
+/// Codes of four numbers of a row, of its factor. A row's own factor makes its largest number 127, but for a last place.
+template <class Problem>
+__device__ __forceinline__ unsigned pack_codes(float factor, float x0, float x1, float x2, float x3) {
+    if constexpr (Problem::int8_logits) {
+        const auto within = [&](float x) { return Problem::given_scales ? fminf(fmaxf(x * factor, -127.f), 127.f) : x * factor; };
+        return pack_s8(within(x0), within(x1), within(x2), within(x3));
+    }
+    return pack_fp8<false>(x0 * factor, x1 * factor, x2 * factor, x3 * factor);
+}
+
 /// Scale and factor of a row's codes, of its largest number.
 template <class Problem>
 struct RowCodes {
@@ -92,8 +103,7 @@ struct RowCodes {
         scale = row.scale;
     }
     __device__ __forceinline__ unsigned pack(float x0, float x1, float x2, float x3) const {
-        if constexpr (Problem::int8_logits) return pack_s8(x0 * factor, x1 * factor, x2 * factor, x3 * factor);
-        return pack_fp8<false>(x0 * factor, x1 * factor, x2 * factor, x3 * factor);
+        return pack_codes<Problem>(factor, x0, x1, x2, x3);
     }
 };
 
@@ -219,41 +229,64 @@ __device__ __forceinline__ void fp8_scales(const Fp8CodesParams& p) {
     const unsigned largest = RowNumbers<Problem>(from).largest();
     raise_largest<Problem>(p, from, largest);
     if (threadIdx.x % 32 != 0) return;
-    p.scales[row] = RowCodes<Problem>(largest, p.given_scale).scale;
-    p.row_largest[row] = largest;
+    const RowCodes<Problem> codes(largest, p.given_scale);
+    p.scales[row] = codes.scale;
+    p.row_factors[row] = codes.factor;
 }
 
-/// A lane's four columns of four rows at a time, the rows at positions that follow each other.
+/// Rows of a warp at positions that follow each other. A lane has four columns of each, all of which are on their way at once, and the
+/// factors of the row that has its number.
 template <class Problem, bool kTokens, bool kBoth>
 struct TurnedRows {
+    enum : int { kRows = kFp8Square / (kRowThreads / 32) };
+    enum : int { kPitch = ceil_div(Problem::hidden_size, 16) * 16 };  ///< bytes of a row of codes
+    static_assert(kRows <= 32 && kRows % 4 == 0);
+
     const Fp8TurnParams& p;
     int column;
-    float factor;  // factor of every row
+    int own;         // the lane's row
+    float factor;    // of that row, and so is of_codes: 0 where numbers do not count, or are none
+    float of_codes;  // by which its numbers become codes as they lie
+    uint2 in[kRows];
 
-    /// `rows`: of the positions. w: e4m3 of a row each.
-    __device__ __forceinline__ void make(const int (&rows)[4], unsigned (&w)[4]) const {
-        using N = Numeric<Bf16>;
-        const Bf16* const from = static_cast<const Bf16*>(p.from) + column;
-        uint2 in[4];
-        float factors[4];
-#pragma unroll
-        for (int r = 0; r < 4; ++r) {
-            const bool there = rows[r] < p.rows && column < Problem::hidden_size;
-            factors[r] = !there ? 0.f : kTokens ? p.factors[rows[r]] * factor : factor;
-            in[r] = make_uint2(0u, 0u);
-            if (factors[r] == 0.f) continue;
-            // Inputs of the call, which may be read while codes of other rows are written.
-            in[r] = __ldg(reinterpret_cast<const uint2*>(from + static_cast<long long>(rows[r]) * Problem::hidden_size));
+    /// `first`: position of the warp's first row behind row0.
+    __device__ __forceinline__ TurnedRows(const Fp8TurnParams& params, int row0, int first, int column_)
+        : p(params), column(column_), factor(0.f), of_codes(0.f) {
+        const int position = first + static_cast<int>(threadIdx.x) % kRows;
+        own = row0 + (kTokens ? token_at(position) : class_at(position));
+        const bool exists = own < p.rows;
+        if (exists) {
+            factor = fp8_factor(*p.largest);
+            if constexpr (kTokens) factor *= p.factors[own];
+            if constexpr (kBoth) of_codes = p.row_factors[own];
         }
+        // There is always something to read; what does not exist does not count.
+        const Bf16* const from = static_cast<const Bf16*>(p.from) + (column < Problem::hidden_size ? column : 0);
+        const int read = exists ? own : 0;
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+            const int of = __shfl_sync(0xffffffffu, read, i);
+            // Inputs of the call, which may be read while codes of other rows are written.
+            in[i] = __ldg(reinterpret_cast<const uint2*>(from + static_cast<long long>(of) * Problem::hidden_size));
+        }
+    }
+    static __device__ __forceinline__ float of_row(float number, int i) { return __shfl_sync(0xffffffffu, number, i); }
+
+    /// e4m3 of four rows from `first` on, and codes of the rows as they lie.
+    __device__ __forceinline__ void make(int first, unsigned (&w)[4]) const {
+        using N = Numeric<Bf16>;
 #pragma unroll
         for (int r = 0; r < 4; ++r) {
-            const float x[4] = {N::first(in[r].x), N::second(in[r].x), N::first(in[r].y), N::second(in[r].y)};
-            w[r] = pack_fp8<false>(x[0] * factors[r], x[1] * factors[r], x[2] * factors[r], x[3] * factors[r]);
+            const float f = of_row(factor, first + r);
+            const uint2 words = f != 0.f && column < Problem::hidden_size ? in[first + r] : make_uint2(0u, 0u);
+            const float x[4] = {N::first(words.x), N::second(words.x), N::first(words.y), N::second(words.y)};
+            w[r] = pack_fp8<false>(x[0] * f, x[1] * f, x[2] * f, x[3] * f);
             if constexpr (kBoth) {
-                if (rows[r] >= p.rows || column >= p.pitch) continue;
-                const RowCodes<Problem> codes(p.row_largest[rows[r]], p.given_scale);
-                const unsigned packed = codes.factor != 0.f ? codes.pack(x[0], x[1], x[2], x[3]) : 0u;
-                *reinterpret_cast<unsigned*>(p.row_codes + rows[r] * p.pitch + column) = packed;
+                const float of = of_row(of_codes, first + r);
+                const int to = __shfl_sync(0xffffffffu, own, first + r);
+                if (to >= p.rows || column >= kPitch) continue;
+                const unsigned packed = of != 0.f ? pack_codes<Problem>(of, x[0], x[1], x[2], x[3]) : 0u;
+                *reinterpret_cast<unsigned*>(p.row_codes + static_cast<long long>(to) * kPitch + column) = packed;
             }
         }
     }
@@ -263,23 +296,20 @@ struct TurnedRows {
 /// classes'. kBoth: codes of the rows as they lie are made as well.
 template <class Problem, bool kTokens, bool kBoth>
 __device__ __forceinline__ void fp8_turn(const Fp8TurnParams& p) {
+    using Rows = TurnedRows<Problem, kTokens, kBoth>;
     __shared__ unsigned square[kFp8Square][kFp8Square / 4 + 1];
     const int row0 = static_cast<int>(blockIdx.y) * kFp8Square;
     const int column0 = static_cast<int>(blockIdx.x) * kFp8Square;
     const int lane = static_cast<int>(threadIdx.x) % 32;
     const int warp = static_cast<int>(threadIdx.x) / 32;
-    const TurnedRows<Problem, kTokens, kBoth> turned{p, column0 + lane * 4, fp8_factor(*p.largest)};
+    const Rows rows(p, row0, warp * Rows::kRows, column0 + lane * 4);
 #pragma unroll
-    for (int part = 0; part < kFp8Square / 32; ++part) {
-        const int word = warp * (kFp8Square / 32) + part;  // positions 4·word and on
-        int rows[4];
-#pragma unroll
-        for (int r = 0; r < 4; ++r) rows[r] = row0 + (kTokens ? token_at(word * 4 + r) : class_at(word * 4 + r));
+    for (int first = 0; first < Rows::kRows; first += 4) {
         unsigned w[4];
-        turned.make(rows, w);
+        rows.make(first, w);
         turn_4x4(w);
 #pragma unroll
-        for (int e = 0; e < 4; ++e) square[lane * 4 + e][word] = w[e];
+        for (int e = 0; e < 4; ++e) square[lane * 4 + e][(warp * Rows::kRows + first) / 4] = w[e];
     }
     if (kBoth && p.codes == nullptr) return;
     __syncthreads();  // the square is complete

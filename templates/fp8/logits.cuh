@@ -40,10 +40,10 @@ struct LogitsFp8 {
         const unsigned clusters = gridDim.x / TileT::kCluster;
         const unsigned first = blockIdx.x / TileT::kCluster;
         constexpr int kSlices = ceil_div(Problem::hidden_size, Mainloop::kDepth);
-        if (p.unless != nullptr && *p.unless == 0u) walk.count = 0u;
+        const bool idle = p.unless != nullptr && *p.unless == 0u;
         if (loop.place.consumer < 0) {
             ptx::setmaxnreg_dec<kFewRegisters>();
-            if (threadIdx.x == 0) {
+            if (threadIdx.x == 0 && !idle) {
                 for (unsigned t = first; walk.go_to(t, loop.rank); t += clusters) {
                     if (is_wanted()) loop.produce(p.hidden_map, p.weight_map, walk.m, walk.n, kSlices);
                 }
@@ -52,8 +52,7 @@ struct LogitsFp8 {
             ptx::setmaxnreg_inc<kManyRegisters>();
             int holder = 0;
 #pragma unroll 1
-            for (unsigned t = first; walk.go_to(t, loop.rank); t += clusters) {
-                forget_sizes();
+            for (unsigned t = first; !idle && go_to(t); t += clusters) {
                 if (!is_wanted()) continue;
                 const bool mine = holder == loop.place.consumer;
                 holder ^= 1;
@@ -73,8 +72,8 @@ struct LogitsFp8 {
     }
 
 private:
-    /// Sizes of the walk are worked out again for each tile: beside the accumulators they would not fit.
-    __device__ __forceinline__ void forget_sizes() {
+    /// Goes to a consumer's tile. Sizes of the walk are worked out again for each: beside the accumulators they would not fit.
+    __device__ __forceinline__ bool go_to(unsigned tile) {
         int rows = p.rows;
         int columns = p.columns;
         asm volatile("" : "+r"(rows), "+r"(columns));
@@ -82,6 +81,7 @@ private:
         walk.clusters_m = again.clusters_m;
         walk.tiles_n = again.tiles_n;
         walk.count = again.count;
+        return walk.go_to(tile, loop.rank);
     }
     __device__ __forceinline__ bool is_wanted() const { return p.again == nullptr || p.again[walk.m / kFp8ClusterRows] != 0u; }
 
@@ -106,10 +106,13 @@ private:
         }
         OfRows powers;
         load_rows(p.powers, 0.f, powers);
+        // Where biases were read as well, what follows from the lane does not fit beside the logits, and is worked out anew.
+        if constexpr (Problem::bias) asm volatile("" : "+r"(loop.place.lane));
         const bool anew = p.sums != 0 && write_largest(z, powers);
         OfRows sums = {};
-        store(z, powers, sums);
+        add(z, powers, sums);
         if (p.sums != 0 && !anew) write_sums(powers, sums);
+        if (walk.n < p.stored) send();
     }
 
     __device__ __forceinline__ float temperature(int of) const {
@@ -126,6 +129,20 @@ private:
             const int within = of < p.rows ? load_target<Problem>(p.targets, of) - first : -1;
             if (has_column<kColumnPieces>(within)) p.target_logits[of] = pick_column(z[r / 2], r % 2, within);
         }
+    }
+    /// A row's target has code 0, in both copies, which are there. A thread has a row.
+    __device__ __forceinline__ void erase_target() const {
+        int within = loop.place.warp * 32 + loop.place.lane;
+        int m = walk.m;
+        int n = walk.n;
+        // What follows from these is worked out here: kept beside the accumulators it would not fit.
+        asm volatile("" : "+r"(within), "+r"(m), "+r"(n));
+        const int of = m + within;
+        const int column = of < p.rows ? load_target<Problem>(p.targets, of) - (p.first_column + n) : -1;
+        if (column < 0 || column >= TileT::kBlockN || n + column >= p.stored) return;
+        p.exponentials[of * p.pitch + n + class_position(column)] = 0u;
+        const int position = token_position(within);
+        ptx::st_shared_b8(panel() + static_cast<unsigned>(column * kFp8TokenGroup + (position / 16 ^ column % 8) * 16 + position % 16), 0u);
     }
 
     /// Sums of codes become hidden · weightᵀ.
@@ -213,21 +230,28 @@ private:
         put(weighted, Fields::kWeighted);
     }
 
+    __device__ __forceinline__ unsigned panel() const {
+        return loop.smem + kPanelsAt + static_cast<unsigned>(loop.place.consumer * kPanelBytes);
+    }
     /// Adds a tile's exponentials to the rows' sums, and stores the codes of the columns before p.stored. A thread's 16 columns of a group
     /// of classes lie side by side in a row, and its four tokens of a column in a word.
-    __device__ __forceinline__ void store(const Logits& z, const OfRows& powers, OfRows& sums) {
+    __device__ __forceinline__ void add(const Logits& z, const OfRows& powers, OfRows& sums) {
         if (walk.n >= p.stored) {
             add_groups<false>(z, powers, sums, 0u);
             return;
         }
-        const unsigned panel = loop.smem + kPanelsAt + static_cast<unsigned>(loop.place.consumer * kPanelBytes);
         if (issues) ptx::cp_async_bulk_wait_group_read<0>();
         ptx::barrier_sync(1 + loop.place.consumer, 128);
-        add_groups<true>(z, powers, sums, panel);
+        add_groups<true>(z, powers, sums, panel());
+    }
+    /// The tile's codes by columns leave the panel.
+    __device__ __forceinline__ void send() {
+        ptx::barrier_sync(1 + loop.place.consumer, 128);
+        erase_target();
         ptx::fence_proxy_async();
         ptx::barrier_sync(1 + loop.place.consumer, 128);
         if (!issues) return;
-        ptx::cp_async_bulk_tensor_2d_store(&p.turned_map, walk.m, walk.n, panel);
+        ptx::cp_async_bulk_tensor_2d_store(&p.turned_map, walk.m, walk.n, panel());
         ptx::cp_async_bulk_commit_group();
     }
     template <bool kStores>

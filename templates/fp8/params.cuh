@@ -37,7 +37,7 @@ struct Fp8CodesParams {
     const void* from;        ///< [rows, D]
     unsigned char* codes;    ///< [rows, pitch]
     float* scales;           ///< [rows]: a code's number is code · scale; NaN where the row holds a number that is not finite
-    unsigned* row_largest;   ///< [rows], of fp8_scales: bits of a row's largest |number|
+    float* row_factors;      ///< [rows], of fp8_scales: by which a row's numbers become codes; 0 where they are 0
     unsigned* largest;       ///< raised to the largest |number| that is finite; null: nobody asks
     const unsigned* unless;  ///< a word: 0 where the launch does nothing; null: it does its work
     TargetParams
@@ -55,12 +55,11 @@ struct Fp8TurnParams {
     const unsigned* largest;  ///< bits of the number whose power of two is every row's factor (fp8_factor)
     const float* factors;     ///< [rows]: factors beside; a row with 0 may hold anything. null: 1
     // Codes of the rows as they lie, where they are made as well; `codes` may be null then.
-    unsigned char* row_codes;     ///< [rows, pitch]
-    const unsigned* row_largest;  ///< [rows], row_largest of Fp8CodesParams
-    long long pitch;
+    unsigned char* row_codes;  ///< [rows, D rounded up to 16]
+    const float* row_factors;  ///< [rows], row_factors of Fp8CodesParams
     long long positions;
     int rows;
-    float given_scale;  ///< given_scale of Fp8CodesParams, for row_codes
+    int unused;
 };
 
 /// Logits of a launch's rows and columns. Fields of ForwardParams are the call's; partials are those of the launch's tiles. Where operands
@@ -140,9 +139,11 @@ struct Fp8MergeParams {
     int unused;
 };
 
-/// Finds rows whose exponentials are out of range, and gives them another power.
+/// Finds rows whose exponentials are out of range, and gives them another power. Backward is left the targets' logits.
 struct Fp8StaleParams {
     const float* running;
+    const float* target_logits;     ///< [rows]
+    float* retained_target_logits;  ///< [rows]
     float* powers;
     unsigned* again;  ///< [clusters of rows]
     unsigned* any;
@@ -151,30 +152,18 @@ struct Fp8StaleParams {
     float most;  ///< most powers of two above a row's own
 };
 
-/// The target's codes become 0, and backward is left its logit.
-struct Fp8NoTargetsParams {
-    TargetParams targets;
-    const float* temperature;
-    const float* target_logits;     ///< [rows]
-    float* retained_target_logits;  ///< [rows]; null: nobody asks
-    unsigned char* exponentials;    ///< at the launch's first column
-    unsigned char* turned;
-    long long pitch;
-    long long positions;
-    int first_column;
-    int columns;
-    int rows;
-    int unused;
-};
-
 /// Backward's numbers of rows: dz_ij = factor·E_ij.
 struct Fp8RowsParams {
     const void* hidden;
     const void* coefficients;
     const void* row_targets;
-    const float* retained_powers;  ///< [rows]; null: powers follow from lse
-    float* powers;                 ///< [rows]
-    float* factors;                ///< [rows]
+    // What forward has left, in memory that a gradient may be written over later.
+    const float* retained_powers;         ///< [rows]; null: forward has left nothing, and powers follow from lse
+    const float* retained_target_logits;  ///< [rows]
+    const Fp8Largest* retained_largest;   ///< of which the weight's counts
+    float* target_logits;                 ///< [rows]
+    float* powers;                        ///< [rows]
+    float* factors;                       ///< [rows]
     Fp8Largest* largest;
     int rows;
     float derivative;      ///< d logit / d (hidden · weightᵀ) at a temperature of 1, but for a softcap's

@@ -130,22 +130,12 @@ __device__ __forceinline__ void fp8_stale(const Fp8StaleParams& p) {
         const float largest = p.running[row];
         stale = fp8::power_of_logit(largest, p.powers[row]) > p.most && largest < infinity();
         if (stale) p.powers[row] = power_or_zero(fp8::exponent_of_sum(largest, !Problem::e5m2_dlogits));
+        p.retained_target_logits[row] = p.target_logits[row];
     }
     stale = __syncthreads_or(stale) != 0;
     if (threadIdx.x != 0) return;
     p.again[blockIdx.x] = stale ? 1u : 0u;
     if (stale) *p.any = 1u;
-}
-
-template <class Problem>
-__device__ __forceinline__ void fp8_no_targets(const Fp8NoTargetsParams& p) {
-    const int row = static_cast<int>(blockIdx.x * kRowThreads + threadIdx.x);
-    if (row >= p.rows) return;
-    if (p.retained_target_logits != nullptr) p.retained_target_logits[row] = p.target_logits[row];
-    const int column = load_target<Problem>(p.targets, p.temperature, row) - p.first_column;
-    if (column < 0 || column >= p.columns) return;
-    p.exponentials[row * p.pitch + class_position(column)] = 0u;
-    p.turned[column * p.positions + token_position(row)] = 0u;
 }
 
 /// A warp has a row.
@@ -171,6 +161,9 @@ __device__ __forceinline__ void fp8_rows(const Fp8RowsParams& p) {
     if constexpr (Problem::label_smoothing) {
         p.row_smoothing[row] = target.target >= 0 ? static_cast<const float4*>(p.coefficients)[row].w * p.derivative : 0.f;
     }
+    if (p.retained_powers == nullptr) return;
+    p.target_logits[row] = p.retained_target_logits[row];
+    if (row == 0) p.largest->weight = p.retained_largest->weight;
 }
 
 template <class Problem>

@@ -32,7 +32,7 @@ namespace flce {
     X(gather_joints)                                                                                      \
     /* Products of numbers in 8 bits. */                                                                  \
     X(fp8_codes) X(fp8_scales) X(fp8_both_codes) X(fp8_turn_weight) X(fp8_turn_hidden) X(fp8_targets) X(fp8_powers)        \
-    X(fp8_merge) X(fp8_stale) X(fp8_no_targets) X(fp8_rows) X(fp8_target_dz) X(fp8_finish) X(fp8_order)                    \
+    X(fp8_merge) X(fp8_stale) X(fp8_rows) X(fp8_target_dz) X(fp8_finish) X(fp8_order)                    \
     X(fp8_target_rows) X(fp8_bias)                                                                        \
     /* Both passes. */                                                                                    \
     X(prepare) X(gather_rows) X(round_weight)

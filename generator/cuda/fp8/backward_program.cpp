@@ -25,7 +25,7 @@ struct BackwardPassFp8 : BackwardPass {
           layout(layout),
           device(device),
           retains(less(0, layout.retained.columns)),
-          weight_largest(select(retains, slot(Slot::retained), workspace_at(layout.largest))),
+          weight_largest(workspace_at(layout.largest)),
           hidden_largest(workspace_at(layout.largest) + static_cast<std::int64_t>(offsetof(Fp8Largest, hidden))),
           leaves_weight(is_shard(spec) ? retains && equal(layout.retained.columns, columns) : Expr(0)),
           smooths(spec.label_smoothing > 0),
@@ -51,6 +51,9 @@ Statement rows_launch(const BackwardPassFp8& pass) {
         .set(&Params::coefficients, workspace_at(layout.coefficients))
         .set(&Params::row_targets, workspace_at(layout.row_targets))
         .set(&Params::retained_powers, select(pass.retains, retained_at(layout.retained.powers), 0))
+        .set(&Params::retained_target_logits, retained_at(layout.retained.target_logits))
+        .set(&Params::retained_largest, slot(Slot::retained))
+        .set(&Params::target_logits, workspace_at(layout.target_logits))
         .set(&Params::powers, workspace_at(layout.powers))
         .set(&Params::factors, workspace_at(layout.factors))
         .set(&Params::largest, workspace_at(layout.largest))
@@ -69,7 +72,7 @@ std::vector<Statement> target_dz_steps(const BackwardPassFp8& pass) {
     launch.set(&Params::coefficients, workspace_at(layout.coefficients))
         .set(&Params::row_targets, workspace_at(layout.row_targets))
         .set(&Params::row_temperatures, pass.spec.temperature ? workspace_at(layout.row_temperatures) : Expr(0))
-        .set(&Params::target_logits, select(pass.retains, retained_at(layout.retained.target_logits), logits))
+        .set(&Params::target_logits, logits)
         .set(&Params::target_dz, workspace_at(layout.target_dz))
         .set_transform(&Params::transform, pass.spec)
         .set(&Params::rows, pass.tokens())
@@ -87,7 +90,7 @@ Statement scales_launch(const BackwardPassFp8& pass) {
     LaunchBuilder<Params> launch(pass.source.kernel(KernelRole::fp8_scales), warps_grid(pass.columns));
     launch.set(&Params::from, slot(Slot::weight))
         .set(&Params::scales, workspace_at(layout.class_scales))
-        .set(&Params::row_largest, workspace_at(layout.class_largest))
+        .set(&Params::row_factors, workspace_at(layout.class_factors))
         .set(&Params::largest, workspace_at(layout.largest))
         .set(&Params::rows, pass.columns);
     if (has_fp8_scales(pass.spec)) launch.set(&Params::given_scale, slot(Slot::fp8_weight_scale));
@@ -129,10 +132,7 @@ Statement both_codes_launch(const BackwardPassFp8& pass, const Columns& of, cons
     const Expr turned = select(present(Slot::grad_hidden), places.turned_weight, 0);
     LaunchBuilder<Params> launch =
         turn_launch(pass, KernelRole::fp8_both_codes, weight_row_at(pass.spec, of.first), of.count, turned, of.pitch, pass.weight_largest);
-    launch.set(&Params::row_codes, places.weight_codes)
-        .set(&Params::row_largest, workspace_at(pass.layout.class_largest) + of.first * 4)
-        .set(&Params::pitch, code_pitch(pass.spec));
-    if (has_fp8_scales(pass.spec)) launch.set(&Params::given_scale, slot(Slot::fp8_weight_scale));
+    launch.set(&Params::row_codes, places.weight_codes).set(&Params::row_factors, workspace_at(pass.layout.class_factors) + of.first * 4);
     return launch.build();
 }
 
@@ -217,7 +217,7 @@ Statement retained_steps(const BackwardPassFp8& pass) {
     LaunchBuilder<Fp8TurnParams> turn = turn_launch(pass, KernelRole::fp8_turn_weight, weight_row_at(pass.spec, first), chunk.count,
                                                     turned_weight, layout.kept.width, pass.weight_largest);
     Statement hidden{Loop{kChunkLoop, layout.kept.count, {turn.build(), hidden_step(pass, chunk, turned_weight, layout.kept.width)}}};
-    // grad_hidden first: the weight turned over may lie in grad_weight.
+    // grad_hidden first: what it reads, exponentials or the weight turned over, may lie where grad_weight will.
     std::vector<Statement> steps = {{If{present(Slot::grad_hidden), {std::move(hidden)}}}};
     for (Statement& step : unless_left(pass, retained_weight_steps(pass))) steps.push_back(std::move(step));
     return {If{pass.retains, std::move(steps)}};
@@ -246,7 +246,7 @@ std::vector<Statement> logits_again(const BackwardPassFp8& pass, const Columns& 
         .set(&ForwardParams::rows, pass.tokens())
         .set_transform(&ForwardParams::transform, spec);
     if (pass.smooths) launch.set(&ForwardParams::class_weight, slot(Slot::class_weight));
-    return {both_codes_launch(pass, chunk, places), logits_launch(spec, std::move(launch), at), no_targets_launch(spec, pass.source, at)};
+    return {both_codes_launch(pass, chunk, places), logits_launch(spec, std::move(launch), at)};
 }
 
 /// Gradients of columns whose logits are made again, chunk by chunk.

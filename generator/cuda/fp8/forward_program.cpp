@@ -83,6 +83,8 @@ Statement stale_launch(const ForwardPassFp8& pass) {
     using Params = Fp8StaleParams;
     LaunchBuilder<Params> launch(pass.source.kernel(KernelRole::fp8_stale), ceil_div(slot(Slot::num_tokens), kFp8ClusterRows));
     launch.set(&Params::running, workspace_at(pass.layout.running))
+        .set(&Params::target_logits, workspace_at(pass.layout.target_logits))
+        .set(&Params::retained_target_logits, retained_at(pass.layout.retained.target_logits))
         .set(&Params::powers, pass.powers)
         .set(&Params::again, workspace_at(pass.layout.again))
         .set(&Params::any, pass.any_again)
@@ -135,14 +137,7 @@ std::vector<Statement> logits_and_sums(const ForwardPassFp8& pass) {
     steps.push_back(targets_launch(pass.spec, pass.source, workspace_at(layout.target_logits)));
     for (Statement& step : power_steps(pass)) steps.push_back(std::move(step));
     steps.push_back(stretches_loop(pass, false));
-    LogitsAt kept;
-    kept.stored = layout.retained.columns;
-    kept.exponentials = retained_at(layout.retained.exponentials);
-    kept.turned = retained_at(layout.retained.turned);
-    kept.pitch = layout.retained.pitch;
-    const KeptLogits logits{workspace_at(layout.target_logits), retained_at(layout.retained.target_logits)};
-    const Statement no_targets = no_targets_launch(pass.spec, pass.source, kept, logits);
-    steps.push_back({If{pass.retains, {stale_launch(pass), stretches_loop(pass, true), no_targets}}});
+    steps.push_back({If{pass.retains, {stale_launch(pass), stretches_loop(pass, true)}}});
     return steps;
 }
 

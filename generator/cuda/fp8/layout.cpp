@@ -83,12 +83,24 @@ RetainedFp8 retained_layout(const Spec& spec, const Plan& plan) {
     pieces.take(n * whole_pitch);
     r.most = pieces.end() + token_positions() * columns;
     const Expr bytes = slot(Slot::retained_bytes);
-    const Expr fitting = floor_div(max(bytes - numbers - kWorkspaceAlignment, 0), max(n, 1) + token_positions());
-    const Expr part = min(round_down(fitting, kFp8Quantum), round_down(columns, kFp8Quantum));
-    const Expr all = less(r.most, bytes + 1);
-    r.columns = select(all, columns, part);
-    r.pitch = select(all, whole_pitch, part);
-    r.turned = r.exponentials + round_up(n * r.pitch, kWorkspaceAlignment);
+    const Expr column = max(n, 1) + token_positions();
+    const auto columns_in = [&](const Expr& memory, const Expr& of_column) {
+        const Expr fitting = floor_div(max(memory - numbers - 2 * kWorkspaceAlignment, 0), of_column);
+        return min(round_down(fitting, kFp8Quantum), round_down(columns, kFp8Quantum));
+    };
+    const std::int64_t row_bytes = grad_row_bytes(spec);
+    // A lent gradient's rows are written where exponentials by rows were, and before those by columns.
+    const Expr of_lent = max(max(n, 1), row_bytes) + token_positions();
+    if (spec.grad_weight_mode == GradMode::write) {
+        const Expr gradient = columns * row_bytes;
+        r.lendable = select(less(0, n) && less(0, columns_in(gradient, of_lent)), gradient, 0);
+        r.lent = slot(Slot::retained_in_grad_weight) && less(0, bytes);
+    }
+    const Expr all = and_not(less(r.most, bytes + 1), r.lent);
+    r.columns = select(all, columns, columns_in(bytes, select(r.lent, of_lent, column)));
+    r.pitch = select(all, whole_pitch, r.columns);
+    const Expr behind_rows = r.exponentials + round_up(n * r.pitch, kWorkspaceAlignment);
+    r.turned = select(r.lent, max(behind_rows, round_up(r.columns * row_bytes, kWorkspaceAlignment)), behind_rows);
     return r;
 }
 
@@ -130,34 +142,35 @@ namespace {
 Expr has_free_gradient(const Spec& spec) { return spec.grad_weight_mode == GradMode::write ? present(Slot::grad_weight) : Expr(0); }
 
 /// Chunks of the columns behind the retained ones: wide ones, at the end of grad_weight's memory while the rows there are not written, and
-/// the rest in scratch.
+/// the rest in scratch. What a chunk costs beside its products does not depend on its width, so each is as wide as the memory behind its own
+/// rows allows, whatever the plan's chunk, which is a limit in scratch.
 void place_again(const Spec& spec, const Device& device, const Plan& plan, const Expr& scratch, BackwardLayoutFp8& b) {
-    constexpr std::int64_t kShare = 4;  // part of the memory that a chunk takes
+    constexpr int kWide = 7;  // the last of them is a seventh of the first where each takes a quarter
     constexpr std::int64_t kAlignments = 8 * kWorkspaceAlignment;
-    const Expr most = whole_quanta(plan.vocab_chunk);
     const std::int64_t row_bytes = grad_row_bytes(spec);
     const Expr columns = vocab_columns(spec);
     const Expr all_bytes = columns * row_bytes;
-    Cut wide{.first = b.retained.columns, .end = columns};
-    wide.width = whole_waves(spec, device, min(whole_quanta(floor_div(floor_div(all_bytes, kShare), again_bytes(spec))), most));
-    const Expr begin = round_down(max(all_bytes - wide.width * again_bytes(spec) - kAlignments, 0), kWorkspaceAlignment);
-    const Expr count = floor_div(max(floor_div(begin, row_bytes) - wide.first, 0), wide.width);
-    wide.count = select(has_free_gradient(spec), count, 0);
-    const Expr rest = wide.first + wide.count * wide.width;
-    if (spec.grad_weight_mode == GradMode::write) {
-        b.again.push_back(wide);
-        b.again_places.push_back(chunk_places(spec, round_up(slot(Slot::grad_weight) + begin, kWorkspaceAlignment), wide.width));
+    const Expr fitting = whole_quanta(floor_div(plan.scratch_bytes - backward_reserve_bytes(spec), again_bytes(spec)));
+    const Expr in_scratch = whole_waves(spec, device, min(fitting, whole_quanta(plan.vocab_chunk)));
+    Expr rest = b.retained.columns;
+    for (int i = 0; i < (spec.grad_weight_mode == GradMode::write ? kWide : 0); ++i) {
+        const Expr bytes = max(all_bytes - kAlignments - rest * row_bytes, 0);
+        const Expr width = whole_waves(spec, device, whole_quanta(floor_div(bytes, again_bytes(spec) + row_bytes)));
+        const Expr begin = all_bytes - kAlignments - width * again_bytes(spec);
+        const Expr fits = less(in_scratch, width) && less((rest + width) * row_bytes, begin + 1);
+        b.again.push_back({rest, columns, width, select(has_free_gradient(spec), fits, 0)});
+        b.again_places.push_back(chunk_places(spec, round_up(slot(Slot::grad_weight) + begin, kWorkspaceAlignment), width));
+        rest = rest + b.again.back().count * width;
     }
-    const Expr fitting = floor_div(plan.scratch_bytes - backward_reserve_bytes(spec), again_bytes(spec));
-    b.again.push_back(cut_chunks(rest, columns, whole_waves(spec, device, min(whole_quanta(fitting), most))));
-    b.again_places.push_back(chunk_places(spec, scratch, b.again.back().width));
+    b.again.push_back(cut_chunks(rest, columns, in_scratch));
+    b.again_places.push_back(chunk_places(spec, scratch, in_scratch));
 }
 
 /// Chunks of the retained columns' weight turned over, in grad_weight's memory where that is free.
 void place_kept(const Spec& spec, const Expr& scratch, const Expr& room, BackwardLayoutFp8& b) {
     const Expr free = max(vocab_columns(spec) * grad_row_bytes(spec) - kWorkspaceAlignment, 0);
     const Expr wide = round_down(floor_div(free, spec.hidden_size), kFp8Quantum);
-    const Expr takes = select(less(0, wide), has_free_gradient(spec), 0);
+    const Expr takes = and_not(less(0, wide) && has_free_gradient(spec), b.retained.lent);
     b.kept = cut_columns(0, b.retained.columns, select(takes, wide, whole_quanta(floor_div(room, spec.hidden_size))));
     b.kept_places.turned_weight = select(takes, round_up(slot(Slot::grad_weight), kWorkspaceAlignment), scratch);
 }
@@ -182,7 +195,7 @@ BackwardLayoutFp8 backward_layout(const Spec& spec, const Device& device, const 
         b.smoothing = pieces.take(smoothing_bytes(spec));
     }
     const std::int64_t classes = multiple_above(spec.vocab_size, kFp8Quantum);  // tiles read scales to their ends
-    for (Expr* numbers : {&b.class_scales, &b.class_largest}) *numbers = pieces.take(classes * 4);
+    for (Expr* numbers : {&b.class_scales, &b.class_factors}) *numbers = pieces.take(classes * 4);
     b.hidden_codes = pieces.take(n * code_pitch(spec));
     b.hidden_turned = pieces.take(token_positions() * spec.hidden_size);
     b.sum = pieces.take(n * (4 * spec.hidden_size));

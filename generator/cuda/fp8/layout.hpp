@@ -19,7 +19,7 @@ struct Cut {
 };
 
 /// Memory that forward leaves for backward: the largest number of the weight, the rows' powers, and exponentials of the first columns both
-/// ways. A function of Slot::retained_bytes, so that both passes agree.
+/// ways. A function of Slot::retained_bytes and retained_in_grad_weight, so that both passes agree.
 struct RetainedFp8 {
     Expr columns{0};
     Expr pitch{0};   ///< bytes from one row of exponentials to the next
@@ -28,6 +28,8 @@ struct RetainedFp8 {
     Expr exponentials{0};  ///< [N, pitch]
     Expr turned{0};        ///< [columns, token_positions]
     Expr most{0};          ///< most bytes that there is a use for
+    Expr lendable{0};      ///< bytes of grad_weight that may be lent; 0 where its memory will not do
+    Expr lent{0};          ///< whether the memory is grad_weight's
 };
 [[nodiscard]] RetainedFp8 retained_layout(const Spec& spec, const Plan& plan);
 
@@ -70,7 +72,7 @@ struct BackwardLayoutFp8 : BackwardLayout {
     Expr row_smoothing{0};  ///< [N], with label smoothing, and SmoothingSums' memory
     Expr smoothing{0};      //
     Expr class_scales{0};   ///< [V], of the most classes that a shard has, and so is the next one, where logits are made again
-    Expr class_largest{0};  //
+    Expr class_factors{0};  //
     Expr hidden_codes{0};   ///< [N, code_pitch]
     Expr hidden_turned{0};  ///< [D, token_positions]
     Expr sum{0};            ///< [N, D] fp32

@@ -91,21 +91,4 @@ Statement targets_launch(const Spec& spec, const CudaSource& source, const Expr&
     return launch.build();
 }
 
-Statement no_targets_launch(const Spec& spec, const CudaSource& source, const LogitsAt& at, const KeptLogits& kept) {
-    using Params = Fp8NoTargetsParams;
-    LaunchBuilder<Params> launch(source.kernel(KernelRole::fp8_no_targets), ceil_div(slot(Slot::num_tokens), kRowThreads));
-    launch.set_targets(&Params::targets, spec, 0)
-        .set(&Params::temperature, slot(Slot::temperature))
-        .set(&Params::target_logits, kept.from)
-        .set(&Params::retained_target_logits, kept.to)
-        .set(&Params::exponentials, at.exponentials)
-        .set(&Params::turned, at.turned)
-        .set(&Params::pitch, at.pitch)
-        .set(&Params::positions, token_positions())
-        .set(&Params::first_column, at.first)
-        .set(&Params::columns, at.stored)
-        .set(&Params::rows, slot(Slot::num_tokens));
-    return launch.build();
-}
-
 }  // namespace flce::fp8

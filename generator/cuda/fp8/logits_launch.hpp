@@ -44,13 +44,6 @@ struct LogitsAt {
 [[nodiscard]] Statement logits_launch(const Spec& spec, LaunchBuilder<ForwardParams> launch, const LogitsAt& at);
 [[nodiscard]] Expr logits_grid(const Spec& spec, const Device& device, const Expr& columns);
 
-/// Targets' logits, and where they are left for backward: addresses, or 0.
-struct KeptLogits {
-    Expr from{0};
-    Expr to{0};
-};
-/// The targets' codes in `exponentials` and `turned`, which begin with column `first`, become 0.
-[[nodiscard]] Statement no_targets_launch(const Spec& spec, const CudaSource& source, const LogitsAt& at, const KeptLogits& kept = {});
 /// Targets' logits from codes of single rows.
 [[nodiscard]] Statement targets_launch(const Spec& spec, const CudaSource& source, const Expr& target_logits);
 

@@ -105,6 +105,7 @@ CudaProgram generate(const Spec& spec, const Device& device, const Plan& plan) {
     program.backward = backward_program(spec, device, plan, kernels, backward);
     program.backward_workspace_bytes = backward.total;
     program.retained_bytes = forward.retained.most;
+    program.lendable_bytes = forward.retained.lendable;
     return program;
 }
 
@@ -140,7 +141,6 @@ CudaSource source(const Spec& spec, const Device& device, const Plan& plan) {
     writer.rows(KernelRole::fp8_powers, "Fp8PowersParams");
     writer.rows(KernelRole::fp8_merge, "Fp8MergeParams");
     writer.rows(KernelRole::fp8_stale, "Fp8StaleParams");
-    writer.rows(KernelRole::fp8_no_targets, "Fp8NoTargetsParams");
     writer.rows(KernelRole::fp8_rows, "Fp8RowsParams");
     writer.rows(KernelRole::fp8_target_dz, "Fp8TargetDzParams");
     writer.rows(KernelRole::fp8_finish, "Fp8FinishParams");

@@ -150,7 +150,7 @@ def _checked(
         ignore_index=check_ignore_index(ignore_index),
         reduction=reduction_code(reduction),
         workspace_limit_bytes=workspace_limit(workspace_limit_bytes),
-        retain=retain_choice(retain_in_grad_weight, workspace_limit_bytes, fp8=of_spec.get("fp8")),
+        retain=retain_choice(retain_in_grad_weight, workspace_limit_bytes),
         asked=asked,
         teacher_logprobs=return_teacher_logprobs is True,
         temperature=temperature_number(temperature),
@@ -175,14 +175,9 @@ def written_outputs(asked: Iterable[str], dft: Any) -> tuple[str, ...]:
     return tuple(name for name in OUTPUTS if name in asked or (dft is True and name == "logprobs"))
 
 
-def retain_choice(given: bool | None, limit: int | MemoryBudget | None = None, *, fp8: Any = None) -> _retain.Retain:
+def retain_choice(given: bool | None, limit: int | MemoryBudget | None = None) -> _retain.Retain:
     if given is not None and not isinstance(given, bool):
         raise errors.ArgumentError(f"retain_in_grad_weight is {given!r}; allowed are True, False and None (automatic)")
-    if given and fp8 is not None:
-        raise errors.ArgumentError(
-            "retain_in_grad_weight is True with fp8, whose exponentials lie in memory of their own: leave it out, and give "
-            "workspace_limit_bytes room for them"
-        )
     return _retain.Retain.within(given, limit) if isinstance(limit, MemoryBudget) else _retain.Retain(_retain.CHOICES[given])
 
 
@@ -219,7 +214,7 @@ def check_options(options: Mapping[str, Any], shift: Any) -> None:
     spec_keys(options.get("fp8"))
     refuse(options)
     workspace_limit(options.get("workspace_limit_bytes"))
-    retain_choice(options.get("retain_in_grad_weight"), fp8=options.get("fp8"))
+    retain_choice(options.get("retain_in_grad_weight"))
     if options.get("memory_limit_bytes") is not None and options.get("workspace_limit_bytes") is not None:
         raise errors.ArgumentError(
             "memory_limit_bytes and workspace_limit_bytes are given; give the limit on all calls together, or a call's"
