@@ -245,8 +245,8 @@ struct TurnedRows {
     const Fp8TurnParams& p;
     int column;
     int own;         // the lane's row
-    float factor;    // of that row, and so is of_codes: 0 where numbers do not count, or are none
-    float of_codes;  // by which its numbers become codes as they lie
+    float factor;    // factor of that row; 0 where its numbers do not count, or are none
+    float of_codes;  // factor by which its numbers become codes as they lie, or 0
     uint2 in[kRows];
 
     /// `first`: position of the warp's first row behind row0.

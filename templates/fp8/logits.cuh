@@ -135,7 +135,7 @@ private:
         int within = loop.place.warp * 32 + loop.place.lane;
         int m = walk.m;
         int n = walk.n;
-        // What follows from these is worked out here: kept beside the accumulators it would not fit.
+        // Numbers that follow from these are worked out here: kept beside the accumulators they would not fit.
         asm volatile("" : "+r"(within), "+r"(m), "+r"(n));
         const int of = m + within;
         const int column = of < p.rows ? load_target<Problem>(p.targets, of) - (p.first_column + n) : -1;

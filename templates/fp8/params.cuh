@@ -157,10 +157,10 @@ struct Fp8RowsParams {
     const void* hidden;
     const void* coefficients;
     const void* row_targets;
-    // What forward has left, in memory that a gradient may be written over later.
+    // Numbers that forward has left, in memory that a gradient may be written over later.
     const float* retained_powers;         ///< [rows]; null: forward has left nothing, and powers follow from lse
     const float* retained_target_logits;  ///< [rows]
-    const Fp8Largest* retained_largest;   ///< of which the weight's counts
+    const Fp8Largest* retained_largest;   ///< only the weight's counts
     float* target_logits;                 ///< [rows]
     float* powers;                        ///< [rows]
     float* factors;                       ///< [rows]

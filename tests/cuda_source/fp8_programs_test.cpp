@@ -410,7 +410,7 @@ TEST(Fp8Scales, EachOperand_HasItsOwn) {
     EXPECT_GE(found, 5);
 }
 
-// What a chunk costs beside its products does not depend on its width.
+// Costs of a chunk beside its products do not depend on its width.
 TEST(Fp8Path, ChunksOfBackward_AreAsWideAsTheMemoryBehindThemAllows) {
     const Spec spec = parse_spec(kLarge).normalized();
     const Device h200 = describe_device("h200");

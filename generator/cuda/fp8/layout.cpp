@@ -142,7 +142,7 @@ namespace {
 Expr has_free_gradient(const Spec& spec) { return spec.grad_weight_mode == GradMode::write ? present(Slot::grad_weight) : Expr(0); }
 
 /// Chunks of the columns behind the retained ones: wide ones, at the end of grad_weight's memory while the rows there are not written, and
-/// the rest in scratch. What a chunk costs beside its products does not depend on its width, so each is as wide as the memory behind its own
+/// the rest in scratch. Costs of a chunk beside its products do not depend on its width, so each is as wide as the memory behind its own
 /// rows allows, whatever the plan's chunk, which is a limit in scratch.
 void place_again(const Spec& spec, const Device& device, const Plan& plan, const Expr& scratch, BackwardLayoutFp8& b) {
     constexpr int kWide = 7;  // the last of them is a seventh of the first where each takes a quarter
