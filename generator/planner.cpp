@@ -178,7 +178,7 @@ std::vector<Plan> cuda_candidates(const Spec& spec, const Device& device, const 
                                   Search& search) {
     std::vector<Plan> plans;
     for (const CudaPath* path : cuda_paths()) {
-        if (only != nullptr ? path != only : path != cuda_paths().front() && !path->is_preferred(spec, device)) continue;
+        if (only != nullptr ? path != only : !path->is_considered(spec, device)) continue;
         for (const Strategy strategy : path->strategies) {
             std::ranges::copy(path_candidates(spec, device, *path, strategy, request, widest, search), std::back_inserter(plans));
         }
@@ -253,7 +253,7 @@ std::string path_line(const Spec& spec, const Device& device, const CudaPath& pa
     const std::string name = fmt::format("{}: kernels of {}", path.name, path.instruction);
     if (path.is_own_of(device)) return fmt::format("{}, made for {}", name, device.gpu.arch);
     for (const CudaPath* own : cuda_paths()) {
-        if (!own->is_own_of(device)) continue;
+        if (!own->is_own_of(device) || own->eight_bits != is_fp8(spec)) continue;
         const Reason problem = own->problem(spec, device, Strategy::recompute);
         std::string other = problem.value_or(fmt::format("{} is made for {}", own->name, device.gpu.arch));
         if (!problem && !own->is_preferred(spec, device)) {
@@ -261,9 +261,9 @@ std::string path_line(const Spec& spec, const Device& device, const CudaPath& pa
         } else if (!problem && path_plans(spec, device, own->id, request).empty()) {
             other += fmt::format(", and has no plan in {} bytes of scratch", request.scratch_bytes);
         }
-        return fmt::format("{}, for every GPU; {}", name, other);
+        return fmt::format("{}, for {}; {}", name, path.runs_on, other);
     }
-    return fmt::format("{}, for every GPU; none are made for {} alone", name, device.gpu.arch);
+    return fmt::format("{}, for {}; none are made for {} alone", name, path.runs_on, device.gpu.arch);
 }
 
 /// The cost model's numbers of a GPU, each said to be measured, published or assumed.
@@ -278,13 +278,14 @@ std::string gpu_line(const Device& device, const CudaPath& path) {
         return line +
                fmt::format("modelled: kernels of {} are taken to keep up {}, after rates measured on this GPU", path.instruction, rate);
     }
-    if (has_measured_rates(device)) {
+    const bool is_measured_path = !path.eight_bits || path.is_own_of(device);
+    if (has_measured_rates(device) && is_measured_path) {
         return line + fmt::format("modelled: kernels of {} keep up {}, as measured on H100 and H200", path.instruction, rate);
     }
     return line + fmt::format(
-                      "guessed: kernels of {} are assumed to keep up {}; nobody has measured flce on {}, so times by the cost model "
+                      "guessed: kernels of {} are assumed to keep up {}; nobody has measured {} on {}, so times by the cost model "
                       "are guesses here",
-                      path.instruction, rate, gpu.arch);
+                      path.instruction, rate, is_measured_path ? "flce" : path.name, gpu.arch);
 }
 
 /// Whether a kernel of the plan's makes all of a chunk's gradients.

@@ -57,8 +57,10 @@ constexpr std::array kTable{
     Entry{"FLCE_DEVICE", "device of sessions that name none: cpu, cuda, cuda:1, …", "the first CUDA device, else cpu"},
     Entry{"FLCE_NUM_THREADS", "threads of CPU kernels", "every core"},
     Entry{"FLCE_NVRTC", "libnvrtc.so to load, or the folder it is in", "the toolkit, the system, the Python wheel"},
-    Entry{"FLCE_PATH", "the only family of GPU kernels that plans are chosen from: cuda_sm80, cuda_sm90a, cuda_lt, cuda_gather or cuda_fp8",
-          "any"},
+    Entry{
+        "FLCE_PATH",
+        "the only family of GPU kernels that plans are chosen from: cuda_sm80, cuda_sm90a, cuda_lt, cuda_gather, cuda_fp8 or cuda_fp8_sm89",
+        "any"},
     Entry{"FLCE_CUBLASLT", "cuBLASLt library to load", "the process's, the toolkit, the Python wheel"},
     Entry{"FLCE_LIBCUDA", "CUDA driver library to load", "libcuda.so.1"},
     Entry{"FLCE_NCCL", "NCCL library to load", "libnccl.so.2"},

@@ -44,6 +44,9 @@ namespace flce {
 inline constexpr double kFp8TieError = 1e-3;
 /// Most relative Frobenius error of a gradient of an FP8 head on a GPU, to the layer with the same numbers of 8 bits.
 inline constexpr double kFp8GpuGradientError = 3e-2;
+/// Most relative error of an output of a head with operands in e4m3, between a CPU and a GPU, whose tensor cores keep 13 bits of sums of
+/// FP8 products.
+inline constexpr double kFp8GpuOutputError = 5e-4;
 
 /// How a product of matrices in the spec's dtype adds up in fp32.
 enum class Summation {

@@ -30,8 +30,8 @@ CacheKey key_of(const Kernel& kernel, const Backends& backends) {
     const Spec& spec = kernel.spec();
     const Plan& plan = kernel.plan();
     const bool tiny = spec.vocab_size < kTinyWeight / spec.hidden_size;
-    return KeyBuilder("first use")
-        .add("arch", kernel.device().gpu.arch)
+    KeyBuilder key("first use");
+    key.add("arch", kernel.device().gpu.arch)
         .add("device", kernel.device().name)
         .add("driver", std::to_string(backends.cuda_driver_version()))
         .add("compilers", backends.cuda_compilers(cuda_path(plan.path).calls_library))
@@ -42,8 +42,10 @@ CacheKey key_of(const Kernel& kernel, const Backends& backends) {
         .add("layout", to_string(spec.layout))
         .add("grad_weight_mode", spec.grad_weight_mode == GradMode::accumulate ? "accumulate" : "write")
         .add("shard", spec.whole_vocab_size != 0 ? "1" : "0")
-        .add("tiny", tiny ? "1" : "0")
-        .finish();
+        .add("tiny", tiny ? "1" : "0");
+    // Each format has an instruction of its own.
+    if (is_fp8(spec)) key.add("fp8", to_string(spec.fp8)).add("fp8_dlogits", to_string(spec.fp8_dlogits));
+    return key.finish();
 }
 
 Artifact outcome_artifact(const Kernel& kernel, const std::string& fault) {

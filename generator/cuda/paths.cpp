@@ -14,7 +14,7 @@
 namespace flce {
 
 std::span<const CudaPath* const> cuda_paths() noexcept {
-    static constexpr std::array<const CudaPath*, 5> kPaths = {&kPathSm80, &kPathSm90, &kPathLt, &kPathGather, &kPathFp8};
+    static constexpr std::array<const CudaPath*, 6> kPaths = {&kPathSm80, &kPathSm90, &kPathLt, &kPathGather, &kPathFp8, &kPathFp8Sm89};
     return kPaths;
 }
 

@@ -2,7 +2,7 @@
 // panels.
 #pragma once
 
-#include "flce/fp8/codes.cuh"
+#include "flce/fp8/formats.cuh"
 #include "flce/fp8/mainloop.cuh"
 #include "flce/sm90/store.cuh"
 
@@ -20,7 +20,7 @@ using GradWeightFp8Params = Select<Problem::label_smoothing, SmoothedFp8Gradient
 /// have one.
 template <class Problem, class TileT, class Out, bool kUpdates, int kRaster, class Params = Fp8GradientParams>
 struct GradientFp8 {
-    using Mainloop = MainloopFp8<TileT, Problem::e5m2_dlogits ? CodesFp8::e5m2_e4m3 : CodesFp8::e4m3_e4m3>;
+    using Mainloop = MainloopFp8<TileT, gradient_codes<Problem>()>;
     using Panels = PanelsFp8<Out, TileT, kUpdates>;
     enum : int { kPanelsAt = Mainloop::kRingBytes };
     enum : int { kBarriersAt = kPanelsAt + Panels::kBytes };
@@ -74,8 +74,8 @@ private:
         typename Mainloop::Accumulators c;
         Mainloop::clear(c);
         loop.template consume_at<kHidden>(c, walk.n, slices);
-        scale(c, factor);
-        if constexpr (kSame<Params, SmoothedFp8GradientParams>) take_smoothing(c);
+        scale_gradient(p, loop.place, walk.m, factor, c);
+        take_smoothing<Problem>(p, loop.place, walk.m, walk.n, c);
 #pragma unroll
         for (int panel = 0; panel < kPanels; ++panel) {
             const int x = walk.n + panel * kPanelColumns;
@@ -96,42 +96,6 @@ private:
         if constexpr (kUpdates) {
             const int x = walk.n + panel * kPanelColumns;
             if (x < kHidden) panels.fetch(p.result_map, panel, x, y);
-        }
-    }
-    /// Takes each class's weight times the tokens' sum off.
-    __device__ __forceinline__ void take_smoothing(typename Mainloop::Accumulators& c) const {
-        float of_class[2];
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            const int row = min(walk.m + loop.place.row(0, h), p.m - 1);
-            of_class[h] = Problem::class_weight ? p.class_weight[row] : 1.f;
-        }
-#pragma unroll
-        for (int j = 0; j < Mainloop::kColumnPieces; ++j) {
-            const int k = walk.n + loop.place.column(j, 0);
-            if (k >= kHidden) continue;
-            const float2 sum = *reinterpret_cast<const float2*>(p.hidden_sum + k);
-#pragma unroll
-            for (int h = 0; h < 2; ++h) {
-                c[0][j][2 * h] = __fmaf_rn(-of_class[h], sum.x, c[0][j][2 * h]);
-                c[0][j][2 * h + 1] = __fmaf_rn(-of_class[h], sum.y, c[0][j][2 * h + 1]);
-            }
-        }
-    }
-    /// A row's factor of 0 is an ignored one's, whose sum does not count.
-    __device__ __forceinline__ void scale(typename Mainloop::Accumulators& c, float factor) const {
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            float f = factor;
-            if (p.row_factors != nullptr) {
-                const int row = walk.m + loop.place.row(0, h);
-                const float of_row = row < p.m ? p.row_factors[row] : 0.f;
-                f = of_row * factor;
-            }
-#pragma unroll
-            for (int j = 0; j < Mainloop::kColumnPieces; ++j)
-#pragma unroll
-                for (int e = 0; e < 2; ++e) c[0][j][2 * h + e] = f == 0.f ? 0.f : c[0][j][2 * h + e] * f;
         }
     }
 };

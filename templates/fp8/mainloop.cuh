@@ -2,13 +2,10 @@
 // sm90/mainloop.cuh. A slice of 128 bytes is 128 deep.
 #pragma once
 
-#include "flce/fp8/params.cuh"
+#include "flce/fp8/formats.cuh"
 #include "flce/fp8/wgmma.cuh"
 
 namespace flce {
-
-/// Formats of A and B.
-enum class CodesFp8 { s8_s8, e4m3_e4m3, e5m2_e4m3 };
 
 template <class TileT, CodesFp8 kCodes>
 struct MainloopFp8 : RingSm90<TileT> {

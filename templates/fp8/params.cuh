@@ -1,4 +1,4 @@
-// Parameter blocks of cuda_fp8's kernels. Plain C++, as common/params.cuh.
+// Parameter blocks of the kernels of cuda_fp8 and cuda_fp8_sm89. Plain C++, as common/params.cuh.
 //
 // Codes of a matrix are 8 bits each. Those of hidden and of a stretch of the weight lie [rows, pitch], pitch being D rounded up to 16.
 // Turned copies, which sums over rows read, lie [D, positions]: of 64 classes, number 8·j + 2·q + e lies at position 16·q + 2·j + e
@@ -62,12 +62,22 @@ struct Fp8TurnParams {
     int unused;
 };
 
+/// A matrix that kernels without tensor maps read or write: rows of elements that follow each other.
+struct PlainMatrix {
+    void* at;         ///< aligned to 16 bytes, and so is every row of codes
+    long long pitch;  ///< elements from one row to the next
+    int rows;
+    int columns;  ///< elements of a row; what lies behind the last is read as 0
+};
+
 /// Logits of a launch's rows and columns. Fields of ForwardParams are the call's; partials are those of the launch's tiles. Where operands
 /// are in e4m3 the kernel writes target_logits of the targets among its columns: no other instruction rounds sums as tensor cores do.
-struct Fp8LogitsParams : ForwardParams {
-    TensorMap hidden_map;
-    TensorMap weight_map;  ///< codes of the launch's columns
-    TensorMap turned_map;  ///< to store: exponentials [stored columns, positions of tokens], from the launch's first column on
+/// Matrix: TensorMap or PlainMatrix.
+template <class Matrix>
+struct Fp8LogitsOf : ForwardParams {
+    Matrix hidden_map;
+    Matrix weight_map;  ///< codes of the launch's columns
+    Matrix turned_map;  ///< to store: exponentials [stored columns, positions of tokens], from the launch's first column on
     const float* row_scales;
     const float* column_scales;   ///< at the launch's first column
     const float* powers;          ///< [rows]: integers k, E = 2^(z·log₂e − k)
@@ -80,12 +90,16 @@ struct Fp8LogitsParams : ForwardParams {
     int stored;  ///< columns of the launch whose exponentials are stored, the first ones
     int sums;    ///< whether partial sums are written
 };
+using Fp8LogitsParams = Fp8LogitsOf<TensorMap>;
+using Fp8LogitsMmaParams = Fp8LogitsOf<PlainMatrix>;
 
 /// grad_hidden and grad_weight: result = factor · Σ a·b.
-struct Fp8GradientParams {
-    TensorMap a_map;
-    TensorMap b_map;
-    TensorMap result_map;
+template <class Matrix>
+struct Fp8GradientOf {
+    enum : bool { kSmoothed = false };
+    Matrix a_map;
+    Matrix b_map;
+    Matrix result_map;
     const float* row_factors;  ///< [m]; null: 1
     const unsigned* largest;   ///< every product is divided by the power of two that b's codes were multiplied with
     int m;
@@ -93,12 +107,18 @@ struct Fp8GradientParams {
     int k;     ///< codes of a sum
     int adds;  ///< whether the result is added to what is there
 };
+using Fp8GradientParams = Fp8GradientOf<TensorMap>;
+using Fp8GradientMmaParams = Fp8GradientOf<PlainMatrix>;
 
 /// With label smoothing, grad_weight's rows are less by their class's weight times a sum over all tokens (smoothing_sums).
-struct SmoothedFp8GradientParams : Fp8GradientParams {
+template <class Matrix>
+struct SmoothedFp8GradientOf : Fp8GradientOf<Matrix> {
+    enum : bool { kSmoothed = true };
     const float* hidden_sum;    ///< [D]
     const float* class_weight;  ///< at the launch's first class, where the Problem has class weights
 };
+using SmoothedFp8GradientParams = SmoothedFp8GradientOf<TensorMap>;
+using SmoothedFp8GradientMmaParams = SmoothedFp8GradientOf<PlainMatrix>;
 
 /// Logits of rows' targets from codes of single rows, as the products have them.
 struct Fp8TargetsParams {

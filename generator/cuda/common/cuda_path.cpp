@@ -22,6 +22,12 @@ bool CudaPath::is_preferred(const Spec& spec, const Device& device) const {
     return is_own_of(device) && spec.hidden_size >= least_hidden_size;
 }
 
+bool CudaPath::is_considered(const Spec& spec, const Device& device) const {
+    if (this != cuda_paths().front()) return is_preferred(spec, device);
+    const auto is_eight_bits = [&](const CudaPath* own) { return own->eight_bits && own->is_own_of(device); };
+    return !is_fp8(spec) || std::ranges::none_of(cuda_paths(), is_eight_bits);
+}
+
 bool CudaPath::has(Strategy strategy) const { return std::ranges::find(strategies, strategy) != strategies.end(); }
 
 bool CudaPath::can_retain(const Spec& spec, const Device& device) const {
@@ -90,7 +96,8 @@ Reason support_problem(const Spec& spec, std::string_view path) {
 
 Reason fp8_problem(const Spec& spec, std::string_view path) {
     if (!is_fp8(spec)) return std::nullopt;
-    return fmt::format("fp8: runs on CPUs and on Hopper's cuda_fp8, not on {}; leave fp8 out", path);
+    return fmt::format("fp8: runs on CPUs, on Hopper (cuda_fp8) and on sm_89, sm_120 and sm_121 (cuda_fp8_sm89), not on {}; leave fp8 out",
+                       path);
 }
 
 Reason quantized_problem(const Spec& spec, std::string_view path) {

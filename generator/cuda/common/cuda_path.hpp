@@ -65,11 +65,12 @@ using Reason = std::optional<std::string>;
 /// A path's facts and functions. Functions are references, so that a path without one of them does not compile.
 struct CudaPath {
     PlanPath id;
-    std::string_view name;                  ///< name in texts of plans and in messages: "cuda_sm80"
-    std::string_view instruction;           ///< instruction that multiplies: "mma.sync"
-    std::span<const int> own_capabilities;  ///< compute capabilities of the architectures that the path is made for
-    std::int64_t least_hidden_size;         ///< hidden size from which the planner prefers the path there
-    std::span<const Strategy> strategies;   ///< strategies in the order in which the planner considers them
+    std::string_view name;                   ///< name in texts of plans and in messages: "cuda_sm80"
+    std::string_view instruction;            ///< instruction that multiplies: "mma.sync"
+    std::string_view runs_on = "every GPU";  ///< where a plan may be asked for that the planner does not take by itself
+    std::span<const int> own_capabilities;   ///< compute capabilities of the architectures that the path is made for
+    std::int64_t least_hidden_size;          ///< hidden size from which the planner prefers the path there
+    std::span<const Strategy> strategies;    ///< strategies in the order in which the planner considers them
     /// Schedules of tiles, of which a plan's text has the warps. Warps that stand for no schedule are the grid of TileSchedule::warp_grid.
     std::span<const ScheduleWarps> schedules;
     int grad_weight_cluster;  ///< blocks along M that write a tile of grad_weight together
@@ -106,6 +107,9 @@ struct CudaPath {
     [[nodiscard]] bool is_own_of(const Device& device) const;
     /// Whether the planner prefers the path for a layer on the device.
     [[nodiscard]] bool is_preferred(const Spec& spec, const Device& device) const;
+    /// Whether the planner takes the path for a layer unasked: the first path of the table, and those that it prefers. A layer with products
+    /// in 8 bits is nothing to the first path where the device has a path for such layers.
+    [[nodiscard]] bool is_considered(const Spec& spec, const Device& device) const;
     [[nodiscard]] bool has(Strategy strategy) const;
     /// Whether the path can retain exponentials of `spec` on `device`.
     [[nodiscard]] bool can_retain(const Spec& spec, const Device& device) const;

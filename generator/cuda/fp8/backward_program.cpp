@@ -13,6 +13,7 @@ namespace {
 struct BackwardPassFp8 : BackwardPass {
     const BackwardLayoutFp8& layout;  ///< BackwardPass's, with this path's places
     const Device& device;
+    const Gemms& gemms;
     Expr retains;         ///< whether there are retained exponentials
     Expr weight_largest;  ///< address of the bits of the weight's largest number, and so is the next one
     Expr hidden_largest;
@@ -24,6 +25,7 @@ struct BackwardPassFp8 : BackwardPass {
         : BackwardPass(spec, plan, source, layout),
           layout(layout),
           device(device),
+          gemms(gemms_of(plan.path)),
           retains(less(0, layout.retained.columns)),
           weight_largest(workspace_at(layout.largest)),
           hidden_largest(workspace_at(layout.largest) + static_cast<std::int64_t>(offsetof(Fp8Largest, hidden))),
@@ -111,19 +113,48 @@ LaunchBuilder<Fp8TurnParams> turn_launch(const BackwardPassFp8& pass, KernelRole
     return launch;
 }
 
-LaunchBuilder<Fp8GradientParams> gradient_launch(const BackwardPassFp8& pass, KernelRole kernel, const MappedMatrix& a,
-                                                 const MappedMatrix& b, const Expr& address, std::int64_t element) {
-    using Params = Fp8GradientParams;
+/// A product of codes, and its result's matrix.
+struct Product {
+    MappedMatrix a;
+    MappedMatrix b;
+    Expr result;
+    std::int64_t element_bytes;
+};
+/// Fields of Fp8GradientOf that differ between the two gradients.
+struct GradientFields {
+    Expr row_factors;
+    Expr largest;
+    Expr adds;
+    bool smooths = false;  ///< whether there are the fields of SmoothedFp8GradientOf
+    Expr hidden_sum{0};
+    Expr class_weight{0};
+};
+
+template <class Matrix>
+Statement gradient_launch_of(const BackwardPassFp8& pass, KernelRole kernel, const Product& product, const GradientFields& fields) {
+    using Params = Fp8GradientOf<Matrix>;
     const std::int64_t hidden = pass.spec.hidden_size;
-    const Expr grid = clusters_of(pass.device, kGradientTile, a.rows, hidden) * kClusterBlocks;
-    LaunchBuilder<Params> launch(pass.source.kernel(kernel), grid);
-    launch.set_map(&Params::a_map, a, kGradientTile.block_m, 1)
-        .set_map(&Params::b_map, b, kGradientTile.block_n / kClusterBlocks, 1)
-        .set_map(&Params::result_map, {address, hidden, a.rows, hidden}, 64, element)
-        .set(&Params::m, a.rows)
+    const GemmTile& tile = pass.gemms.gradient;
+    const Expr& rows = product.a.rows;
+    LaunchBuilder<Params> launch(pass.source.kernel(kernel), grid_of(pass.gemms, pass.device, tile, rows, hidden));
+    set_matrix(launch, &Params::a_map, product.a, tile.block_m, 1);
+    set_matrix(launch, &Params::b_map, product.b, tile.block_n / pass.gemms.cluster_blocks, 1);
+    set_matrix(launch, &Params::result_map, {product.result, hidden, rows, hidden}, 64, product.element_bytes);
+    launch.set(&Params::m, rows)
         .set(&Params::n, hidden)
-        .set(&Params::k, a.columns);
-    return launch;
+        .set(&Params::k, product.a.columns)
+        .set(&Params::row_factors, fields.row_factors)
+        .set(&Params::largest, fields.largest)
+        .set(&Params::adds, fields.adds);
+    if (!fields.smooths) return launch.build();
+    using Smoothed = SmoothedFp8GradientOf<Matrix>;
+    LaunchBuilder<Smoothed> smoothed(std::move(launch));
+    smoothed.set(&Smoothed::hidden_sum, fields.hidden_sum).set(&Smoothed::class_weight, fields.class_weight);
+    return smoothed.build();
+}
+Statement gradient_launch(const BackwardPassFp8& pass, KernelRole kernel, const Product& product, const GradientFields& fields) {
+    if (pass.gemms.maps) return gradient_launch_of<TensorMap>(pass, kernel, product, fields);
+    return gradient_launch_of<PlainMatrix>(pass, kernel, product, fields);
 }
 
 /// Both codes of a chunk's weight.
@@ -138,33 +169,33 @@ Statement both_codes_launch(const BackwardPassFp8& pass, const Columns& of, cons
 
 /// grad_hidden's sum over columns whose weight has been turned over.
 Statement hidden_step(const BackwardPassFp8& pass, const Columns& of, const Expr& turned_weight, const Expr& width) {
-    using Params = Fp8GradientParams;
     const BackwardLayoutFp8& layout = pass.layout;
     const Expr positions = round_up(of.count, kFp8ClassGroup);
-    LaunchBuilder<Params> launch = gradient_launch(pass, KernelRole::grad_hidden, {of.exponentials, positions, pass.tokens(), of.pitch},
-                                                   {turned_weight, positions, pass.spec.hidden_size, width}, workspace_at(layout.sum), 4);
-    launch.set(&Params::row_factors, workspace_at(layout.factors))
-        .set(&Params::largest, pass.weight_largest)
-        .set(&Params::adds, less(0, of.first));
-    return launch.build();
+    return gradient_launch(pass, KernelRole::grad_hidden,
+                           {.a = {of.exponentials, positions, pass.tokens(), of.pitch},
+                            .b = {turned_weight, positions, pass.spec.hidden_size, width},
+                            .result = workspace_at(layout.sum),
+                            .element_bytes = 4},
+                           {.row_factors = workspace_at(layout.factors), .largest = pass.weight_largest, .adds = less(0, of.first)});
 }
 
 Expr class_weights_at(const Expr& column) { return advanced(slot(Slot::class_weight), column, 4); }
 
 Statement weight_step(const BackwardPassFp8& pass, const Columns& of) {
-    using Params = Fp8GradientParams;
-    const BackwardLayoutFp8& layout = pass.layout;
     const Expr positions = token_positions();
-    const Expr address = slot(Slot::grad_weight) + of.first * (pass.spec.hidden_size * pass.grad_element_bytes);
-    LaunchBuilder<Params> launch = gradient_launch(pass, KernelRole::grad_weight, {of.turned, positions, of.count, positions},
-                                                   {workspace_at(layout.hidden_turned), positions, pass.spec.hidden_size, positions},
-                                                   address, pass.grad_element_bytes);
-    launch.set(&Params::largest, pass.hidden_largest).set(&Params::adds, pass.spec.grad_weight_mode == GradMode::accumulate ? 1 : 0);
-    if (!pass.smooths) return {If{present(Slot::grad_weight), {launch.build()}}};
-    LaunchBuilder<SmoothedFp8GradientParams> smoothed(std::move(launch));
-    smoothed.set(&SmoothedFp8GradientParams::hidden_sum, pass.smoothing.hidden_sum)
-        .set(&SmoothedFp8GradientParams::class_weight, class_weights_at(of.first));
-    return {If{present(Slot::grad_weight), {smoothed.build()}}};
+    const Product product{.a = {of.turned, positions, of.count, positions},
+                          .b = {workspace_at(pass.layout.hidden_turned), positions, pass.spec.hidden_size, positions},
+                          .result = slot(Slot::grad_weight) + of.first * (pass.spec.hidden_size * pass.grad_element_bytes),
+                          .element_bytes = pass.grad_element_bytes};
+    GradientFields fields{.row_factors = 0,
+                          .largest = pass.hidden_largest,
+                          .adds = pass.spec.grad_weight_mode == GradMode::accumulate ? 1 : 0,
+                          .smooths = pass.smooths};
+    if (pass.smooths) {
+        fields.hidden_sum = pass.smoothing.hidden_sum;
+        fields.class_weight = class_weights_at(of.first);
+    }
+    return {If{present(Slot::grad_weight), {gradient_launch(pass, KernelRole::grad_weight, product, fields)}}};
 }
 
 std::vector<Statement> bias_steps(const BackwardPassFp8& pass, const Columns& of) {
@@ -238,7 +269,7 @@ std::vector<Statement> logits_again(const BackwardPassFp8& pass, const Columns& 
     at.exponentials = chunk.exponentials;
     at.turned = chunk.turned;
     at.pitch = chunk.pitch;
-    LaunchBuilder<ForwardParams> launch(pass.source.kernel(KernelRole::forward), logits_grid(spec, pass.device, chunk.count));
+    LaunchBuilder<ForwardParams> launch(pass.source.kernel(KernelRole::forward), logits_grid(pass.gemms, spec, pass.device, chunk.count));
     launch.set(&ForwardParams::bias, slot(Slot::bias))
         .set(&ForwardParams::class_offset, slot(Slot::class_offset))
         .set_targets(&ForwardParams::targets, spec, 0)
@@ -246,7 +277,7 @@ std::vector<Statement> logits_again(const BackwardPassFp8& pass, const Columns& 
         .set(&ForwardParams::rows, pass.tokens())
         .set_transform(&ForwardParams::transform, spec);
     if (pass.smooths) launch.set(&ForwardParams::class_weight, slot(Slot::class_weight));
-    return {both_codes_launch(pass, chunk, places), logits_launch(spec, std::move(launch), at)};
+    return {both_codes_launch(pass, chunk, places), logits_launch(pass.gemms, spec, std::move(launch), at)};
 }
 
 /// Gradients of columns whose logits are made again, chunk by chunk.

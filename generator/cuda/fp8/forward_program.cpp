@@ -16,6 +16,7 @@ constexpr float kMostOfKept = 15.5F;
 struct ForwardPassFp8 : ForwardPass {
     const ForwardLayoutFp8& layout;  ///< ForwardPass's, with this path's places
     const Device& device;
+    const Gemms& gemms;
     Expr retains;         ///< whether anything is retained
     Expr powers;          ///< address, and so are the next two
     Expr weight_largest;  ///< 0: nobody asks
@@ -25,6 +26,7 @@ struct ForwardPassFp8 : ForwardPass {
         : ForwardPass(spec, plan, source, layout),
           layout(layout),
           device(device),
+          gemms(gemms_of(plan.path)),
           retains(less(0, layout.retained.columns)),
           powers(select(retains, retained_at(layout.retained.powers), workspace_at(layout.powers))),
           weight_largest(select(retains, slot(Slot::retained), 0)),
@@ -49,8 +51,9 @@ std::vector<Statement> logits_steps(const ForwardPassFp8& pass, LogitsAt at, con
                         .given_scale = Slot::fp8_weight_scale,
                         .largest = weight_largest,
                         .unless = at.unless};
-    LaunchBuilder<ForwardParams> launch = forward_launch(pass, KernelRole::forward, logits_grid(pass.spec, pass.device, at.columns), 1);
-    return {codes_launch(pass.spec, pass.source, codes), logits_launch(pass.spec, std::move(launch), at)};
+    LaunchBuilder<ForwardParams> launch =
+        forward_launch(pass, KernelRole::forward, logits_grid(pass.gemms, pass.spec, pass.device, at.columns), 1);
+    return {codes_launch(pass.spec, pass.source, codes), logits_launch(pass.gemms, pass.spec, std::move(launch), at)};
 }
 
 Statement powers_launch(const ForwardPassFp8& pass, const Expr& columns) {
@@ -63,7 +66,7 @@ Statement powers_launch(const ForwardPassFp8& pass, const Expr& columns) {
         .set(&Params::temperature, slot(Slot::temperature))
         .set(&Params::partial_rows, pass.layout.partial_rows)
         .set(&Params::rows, slot(Slot::num_tokens))
-        .set(&Params::splits, ceil_div(columns, logits_tile(pass.spec).block_n));
+        .set(&Params::splits, ceil_div(columns, sum_columns(pass.gemms, pass.spec)));
     return launch.build();
 }
 
@@ -74,7 +77,7 @@ Statement merge_launch(const ForwardPassFp8& pass, const LogitsAt& at) {
         .set(&Params::running, workspace_at(pass.layout.running))
         .set(&Params::partial_rows, pass.layout.partial_rows)
         .set(&Params::rows, slot(Slot::num_tokens))
-        .set(&Params::splits, ceil_div(at.columns, logits_tile(pass.spec).block_n))
+        .set(&Params::splits, ceil_div(at.columns, sum_columns(pass.gemms, pass.spec)))
         .set(&Params::first, equal(at.first, 0));
     return launch.build();
 }

@@ -39,12 +39,12 @@ Cut cut_chunks(const Expr& first, const Expr& end, const Expr& width) { return {
 Expr whole_quanta(const Expr& columns) { return max(round_down(columns, kFp8Quantum), kFp8Quantum); }
 
 /// Columns of a chunk, of at most `most`, that make whole waves of grad_weight's tiles where there is one.
-Expr whole_waves(const Spec& spec, const Device& device, const Expr& most) {
-    constexpr std::int64_t kRows = std::int64_t{kClusterBlocks} * kGradientTile.block_m;
-    const std::int64_t across = (spec.hidden_size + kGradientTile.block_n - 1) / kGradientTile.block_n;
-    const std::int64_t clusters = device.gpu.sm_count / kClusterBlocks;
-    const Expr waves = floor_div(floor_div(most, kRows) * across, clusters);
-    const Expr width = floor_div(waves * clusters, across) * kRows;
+Expr whole_waves(const Spec& spec, const Device& device, const Gemms& gemms, const Expr& most) {
+    const std::int64_t rows = std::int64_t{gemms.cluster_blocks} * gemms.gradient.block_m;
+    const std::int64_t across = (spec.hidden_size + gemms.gradient.block_n - 1) / gemms.gradient.block_n;
+    const std::int64_t clusters = device.gpu.sm_count / gemms.cluster_blocks;
+    const Expr waves = floor_div(floor_div(most, rows) * across, clusters);
+    const Expr width = floor_div(waves * clusters, across) * rows;
     return select(less(width, kFp8Quantum), most, whole_quanta(width));
 }
 
@@ -123,7 +123,7 @@ ForwardLayoutFp8 forward_layout(const Spec& spec, const Plan& plan) {
     f.row_scales = pieces.take(n * 4);
     f.hidden_codes = pieces.take(n * code_pitch(spec));
     // A column takes its codes, its scale, and its part of a tile's sums.
-    const std::int64_t tile = logits_tile(spec).block_n;
+    const std::int64_t tile = sum_columns(gemms_of(plan.path), spec);
     const std::int64_t codes = code_pitch(spec) + 4;
     const Expr most = floor_div((plan.scratch_bytes - reserve_bytes(spec)) * tile, codes * tile + f.partial_rows * sums_bytes(spec));
     f.cut = cut_columns(0, spec.vocab_size, whole_quanta(most));
@@ -151,11 +151,11 @@ void place_again(const Spec& spec, const Device& device, const Plan& plan, const
     const Expr columns = vocab_columns(spec);
     const Expr all_bytes = columns * row_bytes;
     const Expr fitting = whole_quanta(floor_div(plan.scratch_bytes - backward_reserve_bytes(spec), again_bytes(spec)));
-    const Expr in_scratch = whole_waves(spec, device, min(fitting, whole_quanta(plan.vocab_chunk)));
+    const Expr in_scratch = whole_waves(spec, device, gemms_of(plan.path), min(fitting, whole_quanta(plan.vocab_chunk)));
     Expr rest = b.retained.columns;
     for (int i = 0; i < (spec.grad_weight_mode == GradMode::write ? kWide : 0); ++i) {
         const Expr bytes = max(all_bytes - kAlignments - rest * row_bytes, 0);
-        const Expr width = whole_waves(spec, device, whole_quanta(floor_div(bytes, again_bytes(spec) + row_bytes)));
+        const Expr width = whole_waves(spec, device, gemms_of(plan.path), whole_quanta(floor_div(bytes, again_bytes(spec) + row_bytes)));
         const Expr begin = all_bytes - kAlignments - width * again_bytes(spec);
         const Expr fits = less(in_scratch, width) && less((rest + width) * row_bytes, begin + 1);
         b.again.push_back({rest, columns, width, select(has_free_gradient(spec), fits, 0)});

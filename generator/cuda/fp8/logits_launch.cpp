@@ -41,25 +41,28 @@ Statement hidden_codes_launch(const Spec& spec, const CudaSource& source, const 
     return launch.build();
 }
 
-Expr logits_grid(const Spec& spec, const Device& device, const Expr& columns) {
-    return clusters_of(device, logits_tile(spec), slot(Slot::num_tokens), columns) * kClusterBlocks;
+Expr logits_grid(const Gemms& gemms, const Spec& spec, const Device& device, const Expr& columns) {
+    return grid_of(gemms, device, logits_tile(gemms, spec), slot(Slot::num_tokens), columns);
 }
 
-Statement logits_launch(const Spec& spec, LaunchBuilder<ForwardParams> launch, const LogitsAt& at) {
-    using Params = Fp8LogitsParams;
+namespace {
+
+template <class Matrix>
+Statement logits_launch_of(const Gemms& gemms, const Spec& spec, LaunchBuilder<ForwardParams> launch, const LogitsAt& at) {
+    using Params = Fp8LogitsOf<Matrix>;
     const Expr n = slot(Slot::num_tokens);
-    const GemmTile& tile = logits_tile(spec);
+    const GemmTile& tile = logits_tile(gemms, spec);
     const std::int64_t pitch = code_pitch(spec);
     const Expr stores = less(0, at.stored);
     LaunchBuilder<Params> full(std::move(launch));
-    full.set_map(&Params::hidden_map, {at.hidden_codes, pitch, n, pitch}, tile.block_m, 1)
-        .set_map(&Params::weight_map, {at.weight_codes, pitch, at.columns, pitch}, tile.block_n / kClusterBlocks, 1)
-        // There is always something to map; where nothing is stored it is not used.
-        .set_map(&Params::turned_map,
-                 {select(stores, at.turned, at.hidden_codes), select(stores, token_positions(), pitch), select(stores, at.stored, n),
-                  select(stores, token_positions(), pitch)},
-                 tile.block_n, 1)
-        .set(&Params::row_scales, at.row_scales)
+    set_matrix(full, &Params::hidden_map, {at.hidden_codes, pitch, n, pitch}, tile.block_m, 1);
+    set_matrix(full, &Params::weight_map, {at.weight_codes, pitch, at.columns, pitch}, tile.block_n / gemms.cluster_blocks, 1);
+    // There is always something to map; where nothing is stored it is not used.
+    set_matrix(full, &Params::turned_map,
+               {select(stores, at.turned, at.hidden_codes), select(stores, token_positions(), pitch), select(stores, at.stored, n),
+                select(stores, token_positions(), pitch)},
+               tile.block_n, 1);
+    full.set(&Params::row_scales, at.row_scales)
         .set(&Params::column_scales, at.column_scales)
         .set(&Params::powers, at.powers)
         .set(&Params::exponentials, at.exponentials)
@@ -71,6 +74,13 @@ Statement logits_launch(const Spec& spec, LaunchBuilder<ForwardParams> launch, c
         .set(&Params::stored, at.stored)
         .set(&Params::sums, at.sums);
     return build_with_rows(std::move(full), spec, {slot(Slot::temperature)});
+}
+
+}  // namespace
+
+Statement logits_launch(const Gemms& gemms, const Spec& spec, LaunchBuilder<ForwardParams> launch, const LogitsAt& at) {
+    if (gemms.maps) return logits_launch_of<TensorMap>(gemms, spec, std::move(launch), at);
+    return logits_launch_of<PlainMatrix>(gemms, spec, std::move(launch), at);
 }
 
 Statement targets_launch(const Spec& spec, const CudaSource& source, const Expr& target_logits) {

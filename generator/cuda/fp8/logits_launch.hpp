@@ -41,8 +41,8 @@ struct LogitsAt {
     Expr sums{0};
 };
 /// Adds to `launch` everything but what ForwardParams has.
-[[nodiscard]] Statement logits_launch(const Spec& spec, LaunchBuilder<ForwardParams> launch, const LogitsAt& at);
-[[nodiscard]] Expr logits_grid(const Spec& spec, const Device& device, const Expr& columns);
+[[nodiscard]] Statement logits_launch(const Gemms& gemms, const Spec& spec, LaunchBuilder<ForwardParams> launch, const LogitsAt& at);
+[[nodiscard]] Expr logits_grid(const Gemms& gemms, const Spec& spec, const Device& device, const Expr& columns);
 
 /// Targets' logits from codes of single rows.
 [[nodiscard]] Statement targets_launch(const Spec& spec, const CudaSource& source, const Expr& target_logits);

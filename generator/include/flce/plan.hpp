@@ -16,8 +16,8 @@ namespace flce {
 /// Family of kernels that runs the plan. cuda_sm80 is the generic tensor-core path (mma.sync, cp.async) of sm_80 and everything newer,
 /// cuda_sm90a Hopper's own (wgmma, tensor copies, clusters) for 16-bit dtypes. cuda_lt has its products, of a stretch of the vocabulary at
 /// a time, made by the vendor's cuBLASLt, on every GPU for 16-bit dtypes. cuda_gather reads single rows of the weight, on every GPU for
-/// specs with `support`. cuda_fp8 is Hopper's for specs with fp8.
-enum class PlanPath : std::uint8_t { cpu, cuda_sm80, cuda_sm90a, cuda_lt, cuda_gather, cuda_fp8 };
+/// specs with `support`. cuda_fp8 is Hopper's for specs with fp8, cuda_fp8_sm89 that of sm_89, sm_120 and sm_121.
+enum class PlanPath : std::uint8_t { cpu, cuda_sm80, cuda_sm90a, cuda_lt, cuda_gather, cuda_fp8, cuda_fp8_sm89 };
 
 /// recompute keeps nothing of size [N, V]: backward computes the logits again, a vocabulary chunk at a time (8·N·V·D operations). retain
 /// leaves exponentials of the first part of the vocabulary, as much as the call's Retained holds, to backward: (8 − 2f)·N·V·D operations
