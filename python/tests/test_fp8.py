@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import math
+import os
 import pickle
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -29,8 +32,11 @@ CUT_OFF_LOSS, CUT_OFF_GRADIENT = 2**-13 * (8 + 3 * math.sqrt(HIDDEN)), 2e-2
 
 @pytest.fixture(autouse=True)
 def has_fp8(device: str) -> None:
-    if device != "cpu" and torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("an FP8 head needs a Hopper GPU, or a CPU")
+    if device == "cpu":
+        return
+    own = torch.cuda.get_device_capability()
+    if own not in {(8, 9), (9, 0), (12, 0), (12, 1)} and not (own >= (8, 9) and os.environ.get("FLCE_PATH") == "cuda_fp8_sm89"):
+        pytest.skip("an FP8 head needs a GPU of sm_89, sm_90, sm_120 or sm_121, or a CPU")
 
 
 def tensors(device: str, dtype: torch.dtype = torch.bfloat16, confident: bool = True) -> tuple[Tensor, nn.Parameter, Tensor]:
@@ -120,6 +126,17 @@ def test_other_scales_compile_nothing(device: str) -> None:
     for scale in (0.5, 0.25):
         flce.linear_cross_entropy(hidden, weight, target, fp8=flce.Fp8(scales=(scale, 0.5))).backward()
     assert flce.cache_statistics()["compiled"] == before
+
+
+@pytest.mark.gpu
+def test_kernels_without_wgmma_have_the_numbers_of_the_definition() -> None:
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("mma.sync has no FP8 before sm_89")
+    # FLCE_PATH is read when flce is loaded.
+    tests = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-k", "that_of_the_definition or options_mean", __file__]
+    done = subprocess.run(tests, env={**os.environ, "FLCE_PATH": "cuda_fp8_sm89"}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
+    assert " passed" in done.stdout, done.stdout[-4000:]
 
 
 def test_it_is_near_the_exact_layer(device: str) -> None:

@@ -349,6 +349,42 @@ INSTANTIATE_TEST_SUITE_P(
                                              false, Level::quick})),
     test_name);
 
+// GPUs that have 8-bit mma.sync in place of wgmma.
+INSTANTIATE_TEST_SUITE_P(
+    Fp8Mma, CudaOptionsCompile,
+    testing::Combine(testing::Values("sm_89", "sm_120"),
+                     testing::Values(Variant{"Plain", "D=2048,V=151936,fp8", false, Level::quick},
+                                     Variant{"Added", "D=2560,V=50257,fp8,tied,grad_weight_dtype=fp32", false, Level::nightly},
+                                     Variant{"E4m3", "D=200,V=1001,fp8=e4m3,fp8_dlogits=e4m3,grad_weight_mode=accumulate", false},
+                                     Variant{"BiasOffset", "D=2048,V=50257,fp8,bias,class_offset,temperature,logit_scale=0.5", true,
+                                             Level::nightly},
+                                     Variant{"Shard", "D=2048,V=75968,whole_vocab_size=151936,fp8"},
+                                     Variant{"Smoothed", "D=2048,V=50257,fp8,label_smoothing=0.1,class_weight,bias"},
+                                     Variant{"Everything",
+                                             "D=200,V=1001,fp8,bias,class_weight,z_loss=0.001,softcap=30,logit_scale=0.5,temperature,"
+                                             "token_weight,grad_weight_mode=accumulate,outputs=loss+lse+logprobs",
+                                             false})),
+    test_name);
+
+// Where the path is asked for by name. Products of FP8 are taken apart to fp16 there, for which registers do not suffice.
+TEST(CudaSourceCompile, EightBitMma_CompilesForOtherGpusThatHaveIt) {
+    FLCE_FROM_LEVEL(Level::full);
+    for (const char* arch : {"sm_90a", "sm_100a", "sm_121"}) {
+        FLCE_REQUIRE_NVRTC_FOR(arch);
+        const Spec spec = parse_spec("D=2048,V=151936,fp8");
+        const Device device = describe_device(arch);
+        const CudaProgram program = generate_cuda(spec, device, path_plans(spec, device, PlanPath::cuda_fp8_sm89).front());
+        EXPECT_EQ(test::compiled(test::together(program.units), program.options).size(), program.kernels.size()) << arch;
+    }
+}
+
+// A weight that stays in codes.
+INSTANTIATE_TEST_SUITE_P(Codes, CudaOptionsCompile,
+                         testing::Combine(testing::Values("sm_89", "sm_120"),
+                                          testing::Values(Variant{"E4m3", "D=2048,V=151936,weight_dtype=e4m3"},
+                                                          Variant{"Nvfp4", "D=2048,V=151936,weight_dtype=nvfp4"})),
+                         test_name);
+
 INSTANTIATE_TEST_SUITE_P(OldestGpus, CudaOptionsCompile,
                          testing::Combine(testing::Values("sm_80"),
                                           testing::Values(Variant{"Fp32ShallowHiddenMajor", "D=64,V=50257,dtype=fp32,layout=hidden_major"},

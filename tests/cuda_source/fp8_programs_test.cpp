@@ -1,17 +1,15 @@
-// Programs of the path whose products are of numbers in 8 bits: every column is worked on once, in memory that the call has, and nothing is
-// written over before it has been read.
+// Programs of the paths whose products are of numbers in 8 bits: every column is worked on once, in memory that the call has, and nothing
+// is written over before it has been read.
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <bit>
-#include <functional>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "flce/plan.hpp"
 #include "generator/cuda_program.hpp"
 #include "generator/planner.hpp"
-#include "records/record.hpp"
 #include "templates/fp8/params.cuh"
 #include "tests/cuda_source/recorded_launch.hpp"
 
@@ -34,6 +32,18 @@ struct Case {
     bool lent = false;          ///< grad_weight's memory is kept
 };
 
+/// A path, and a GPU that has it for its own.
+struct Gpu {
+    const char* name;
+    const char* device;
+    PlanPath path;
+    int sum_columns;  ///< columns of a partial sum, where nothing crowds registers
+};
+constexpr Gpu kGpus[] = {{"H200", "h200", PlanPath::cuda_fp8, 192},
+                         {"L40s", "l40s", PlanPath::cuda_fp8_sm89, 128},
+                         {"Rtx5090", "rtx 5090", PlanPath::cuda_fp8_sm89, 128},
+                         {"H200Mma", "h200", PlanPath::cuda_fp8_sm89, 128}};
+
 struct Range {
     std::int64_t begin = 0;
     std::int64_t end = 0;
@@ -41,12 +51,25 @@ struct Range {
     [[nodiscard]] bool holds(const Range& other) const { return begin <= other.begin && other.end <= end; }
 };
 
-class Fp8Programs : public testing::TestWithParam<Case> {
+/// Launch of logits, whatever its operands are: the parameters that all have, and where matrices lie.
+struct Logits : Fp8LogitsParams {
+    Range hidden;
+    Range weight;
+    Range turned_range;
+};
+struct Gradient : Fp8GradientParams {
+    Range a;
+    Range b;
+    Range result;
+};
+
+class Fp8Programs : public testing::TestWithParam<std::tuple<Gpu, Case>> {
 protected:
-    const Case& of = GetParam();
+    const Gpu& gpu = std::get<0>(GetParam());
+    const Case& of = std::get<1>(GetParam());
     Spec spec = parse_spec(of.spec).normalized();
-    Device device = describe_device("h200");
-    Plan plan = path_plans(spec, device, PlanPath::cuda_fp8, {.scratch_bytes = of.scratch}).front();
+    Device device = describe_device(gpu.device);
+    Plan plan = path_plans(spec, device, gpu.path, {.scratch_bytes = of.scratch}).front();
     CudaProgram program = generate_cuda(spec, device, plan);
     std::int64_t retained_bytes = 0;
     CallSlots slots = call();
@@ -102,6 +125,50 @@ protected:
     static Range range_of(const InterpretedMap& map) {
         return {map.address, map.address + (map.rows - 1) * map.row_bytes + map.columns * map.element_bytes};
     }
+    static Range range_of(const PlainMatrix& matrix, std::int64_t element_bytes = 1) {
+        EXPECT_EQ(reinterpret_cast<std::uintptr_t>(matrix.at) % 16, 0U);
+        EXPECT_EQ(matrix.pitch * element_bytes % 16, 0);
+        EXPECT_GE(matrix.pitch, matrix.columns);
+        EXPECT_GT(matrix.rows, 0);
+        EXPECT_GT(matrix.columns, 0);
+        return bytes_from(matrix.at, ((matrix.rows - 1) * matrix.pitch + matrix.columns) * element_bytes);
+    }
+    [[nodiscard]] Logits logits_of(const Recorded& r) const {
+        if (gpu.path == PlanPath::cuda_fp8) {
+            return {r.params<Fp8LogitsParams>(), range_of(map_of(r, &Fp8LogitsParams::hidden_map)),
+                    range_of(map_of(r, &Fp8LogitsParams::weight_map)), range_of(map_of(r, &Fp8LogitsParams::turned_map))};
+        }
+        const auto p = r.params<Fp8LogitsMmaParams>();
+        EXPECT_EQ(p.weight_map.columns % 16, 0) << "codes of 16 bytes";
+        EXPECT_EQ(p.weight_map.rows, p.columns);
+        Logits made{{}, range_of(p.hidden_map), range_of(p.weight_map), range_of(p.turned_map)};
+        static_cast<ForwardParams&>(made) = p;
+        made.column_scales = p.column_scales;
+        made.exponentials = p.exponentials;
+        made.again = p.again;
+        made.pitch = p.pitch;
+        made.first_column = p.first_column;
+        made.columns = p.columns;
+        made.stored = p.stored;
+        made.sums = p.sums;
+        return made;
+    }
+    [[nodiscard]] Gradient gradient_of(const Recorded& r) const {
+        if (gpu.path == PlanPath::cuda_fp8) {
+            return {r.params<Fp8GradientParams>(), range_of(map_of(r, &Fp8GradientParams::a_map)),
+                    range_of(map_of(r, &Fp8GradientParams::b_map)), range_of(map_of(r, &Fp8GradientParams::result_map))};
+        }
+        const auto p = r.params<Fp8GradientMmaParams>();
+        EXPECT_EQ(p.a_map.columns, p.k);
+        EXPECT_EQ(p.b_map.columns, p.k);
+        EXPECT_EQ(p.k % 16, 0) << "codes of 16 bytes";
+        const std::int64_t element = r.kernel == "flce_grad_hidden" ? 4 : static_cast<std::int64_t>(element_bytes(spec.grad_weight_dtype));
+        Gradient made{{}, range_of(p.a_map), range_of(p.b_map), range_of(p.result_map, element)};
+        made.m = p.m;
+        made.k = p.k;
+        made.adds = p.adds;
+        return made;
+    }
     static Range bytes_from(const void* at, std::int64_t bytes) {
         const auto begin = reinterpret_cast<std::int64_t>(at);
         return {begin, begin + bytes};
@@ -132,10 +199,10 @@ protected:
         Left all;
         for (const Recorded& r : test::run(program, program.forward, slots)) {
             if (r.kernel != "flce_forward") continue;
-            const auto p = r.params<Fp8LogitsParams>();
+            const Logits p = logits_of(r);
             if (p.stored == 0 || p.again != nullptr) continue;
             const Range rows = bytes_from(p.exponentials, (of.tokens - 1) * p.pitch + p.stored);
-            const Range turned = range_of(map_of(r, &Fp8LogitsParams::turned_map));
+            const Range& turned = p.turned_range;
             all.rows = all.columns == 0 ? rows : Range{all.rows.begin, rows.end};
             all.turned = all.columns == 0 ? turned : Range{all.turned.begin, turned.end};
             all.columns += p.stored;
@@ -146,7 +213,11 @@ protected:
 
     /// Whether a launch of grad_weight, of classes from `first` on, reads the sum that smoothing_totals has made, and its classes' weights.
     void expect_smoothed(const Recorded& r, std::int64_t first, const Range& room) const {
-        const auto p = r.params<SmoothedFp8GradientParams>();
+        if (gpu.path == PlanPath::cuda_fp8) return expect_smoothed(r.params<SmoothedFp8GradientParams>(), first, room);
+        expect_smoothed(r.params<SmoothedFp8GradientMmaParams>(), first, room);
+    }
+    template <class Matrix>
+    void expect_smoothed(const SmoothedFp8GradientOf<Matrix>& p, std::int64_t first, const Range& room) const {
         EXPECT_EQ(reinterpret_cast<std::int64_t>(p.class_weight),
                   slot_of(Slot::class_weight) == 0 ? 0 : slot_of(Slot::class_weight) + first * 4);
         EXPECT_TRUE(room.holds(bytes_from(p.hidden_sum, spec.hidden_size * 4)));
@@ -165,14 +236,14 @@ protected:
 
     /// Exponentials that a launch of logits stores, both ways.
     void expect_stored(const Recorded& r, const Range& room) const {
-        const auto p = r.params<Fp8LogitsParams>();
+        const Logits p = logits_of(r);
         EXPECT_LE(p.stored, p.columns);
         if (p.stored == 0) return;
         EXPECT_GE(p.pitch, p.stored);
         const std::int64_t columns = (p.stored + kFp8ClassGroup - 1) / kFp8ClassGroup * kFp8ClassGroup;
         EXPECT_EQ(p.pitch % kFp8ClassGroup, 0);
         const Range rows = bytes_from(p.exponentials, (of.tokens - 1) * p.pitch + columns);
-        const Range turned = range_of(map_of(r, &Fp8LogitsParams::turned_map));
+        const Range& turned = p.turned_range;
         EXPECT_EQ(turned.end - turned.begin, p.stored * positions());
         expect_owned(rows, room);
         expect_owned(turned, room);
@@ -184,18 +255,19 @@ TEST_P(Fp8Programs, Forward_EveryColumnOnceAndOnceAgain) {
     const Launched made = test::run(program, program.forward, slots);
     const Range room = workspace(program.forward_workspace_bytes);
     EXPECT_LE(room.end - room.begin, of.scratch + workspace_of_tokens(spec, of.tokens).value());
-    std::vector<Fp8LogitsParams> all;
+    const int sum_columns = gpu.path == PlanPath::cuda_fp8 ? plan.cuda.forward.block_n : gpu.sum_columns;
+    std::vector<Logits> all;
     for (const Recorded& r : made) {
         expect_aligned(r);
         if (r.kernel != "flce_forward") continue;
-        const auto p = r.params<Fp8LogitsParams>();
+        const Logits p = logits_of(r);
         expect_stored(r, room);
-        expect_owned(range_of(map_of(r, &Fp8LogitsParams::weight_map)), room);
-        expect_owned(range_of(map_of(r, &Fp8LogitsParams::hidden_map)), room);
-        const std::int64_t tiles = (p.columns + plan.cuda.forward.block_n - 1) / plan.cuda.forward.block_n;
+        expect_owned(p.weight, room);
+        expect_owned(p.hidden, room);
+        const std::int64_t tiles = (p.columns + sum_columns - 1) / sum_columns;
         const std::int64_t fields = spec.label_smoothing > 0 ? 3 : 2;
         expect_owned(bytes_from(p.partials, tiles * fields * p.partial_rows * 4), room);
-        expect_owned(bytes_from(p.column_scales, tiles * plan.cuda.forward.block_n * 4), room);
+        expect_owned(bytes_from(p.column_scales, tiles * sum_columns * 4), room);
         all.push_back(p);
     }
     ASSERT_EQ(all.empty(), columns() == 0);
@@ -205,7 +277,7 @@ TEST_P(Fp8Programs, Forward_EveryColumnOnceAndOnceAgain) {
     std::int64_t stored = 0;
     for (const bool again : {false, true}) {
         std::int64_t next = 0;
-        for (const Fp8LogitsParams& p : std::vector(all.begin() + 1, all.end())) {
+        for (const Logits& p : std::vector(all.begin() + 1, all.end())) {
             if ((p.again != nullptr) != again) continue;
             EXPECT_EQ(p.first_column, next);
             EXPECT_TRUE(p.columns % kFp8Quantum == 0 || p.first_column + p.columns == columns());
@@ -239,33 +311,32 @@ TEST_P(Fp8Programs, Backward_GradientsOfEveryColumnOnce) {
         }
         if (r.kernel == "flce_fp8_rows") totals_of_rows = r.params<Fp8RowsParams>().row_smoothing;
         if (r.kernel == "flce_forward") {
-            const auto p = r.params<Fp8LogitsParams>();
+            const Logits p = logits_of(r);
             EXPECT_EQ(p.first_column, written) << "rows before it are written";
             expect_stored(r, room);
-            const Range codes = range_of(map_of(r, &Fp8LogitsParams::weight_map));
+            const Range& codes = p.weight;
             expect_owned(codes, room);
             expect_dead(codes);
             expect_dead(bytes_from(p.exponentials, (of.tokens - 1) * p.pitch + p.stored));
-            expect_dead(range_of(map_of(r, &Fp8LogitsParams::turned_map)));
+            expect_dead(p.turned_range);
             const std::int64_t gradients = gradient().begin + (p.first_column + p.columns) * gradient_row();
             for (const Range& used : {codes, bytes_from(p.exponentials, 1)}) {
                 EXPECT_FALSE(used.begin < gradients && used.end > gradient().begin) << "its own gradient would be written over it";
             }
         } else if (r.kernel == "flce_grad_hidden") {
-            const auto p = r.params<Fp8GradientParams>();
+            const Gradient p = gradient_of(r);
             EXPECT_EQ(p.adds != 0, hidden_columns > 0);
-            const Range turned = range_of(map_of(r, &Fp8GradientParams::b_map));
+            const Range& turned = p.b;
             expect_owned(turned, room);
             expect_dead(turned);
             EXPECT_TRUE(turned.begin >= gradient().begin + written * gradient_row() || turned.begin >= room.begin);
-            expect_owned(range_of(map_of(r, &Fp8GradientParams::result_map)), room);
+            expect_owned(p.result, room);
             hidden_columns += p.k;
         } else if (r.kernel == "flce_grad_weight") {
-            const auto p = r.params<Fp8GradientParams>();
-            const Range result = range_of(map_of(r, &Fp8GradientParams::result_map));
-            EXPECT_EQ(result.begin, gradient().begin + written * gradient_row());
-            EXPECT_FALSE(result.meets(range_of(map_of(r, &Fp8GradientParams::a_map))));
-            expect_dead(result);
+            const Gradient p = gradient_of(r);
+            EXPECT_EQ(p.result.begin, gradient().begin + written * gradient_row());
+            EXPECT_FALSE(p.result.meets(p.a));
+            expect_dead(p.result);
             EXPECT_EQ(p.k, positions());
             if (spec.label_smoothing > 0) expect_smoothed(r, written, room);
             written += p.m;
@@ -336,8 +407,11 @@ const Case kCases[] = {
     {"FewClassesNothing", "D=264,V=7,fp8", 300},
     {"Padded", "D=264,V=1000,padded_vocab_size=1024,fp8=e4m3,fp8_dlogits=e4m3", 300},
 };
-std::string name_of(const testing::TestParamInfo<Case>& info) { return info.param.name; }
-INSTANTIATE_TEST_SUITE_P(Specs, Fp8Programs, testing::ValuesIn(kCases), name_of);
+using NamedCase = std::tuple<Gpu, Case>;
+std::string name_of(const testing::TestParamInfo<NamedCase>& info) {
+    return std::string(std::get<0>(info.param).name) + std::get<1>(info.param).name;
+}
+INSTANTIATE_TEST_SUITE_P(Specs, Fp8Programs, testing::Combine(testing::ValuesIn(kGpus), testing::ValuesIn(kCases)), name_of);
 
 constexpr const char* kLargeShard = "D=2048,V=75968,padded_vocab_size=75971,whole_vocab_size=151936,fp8";
 constexpr const char* kRaggedShard = "D=520,V=2571,padded_vocab_size=2574,whole_vocab_size=9000,fp8,bias,grad_hidden_dtype=fp32";
@@ -355,115 +429,8 @@ const Case kShardCases[] = {
     {"LentRaggedShard", kRaggedShard, 333, 0, 64 << 20, 1537, true},
     {"NoneOfARaggedShard", kRaggedShard, 333, 1.0, 64 << 20, 0},
 };
-INSTANTIATE_TEST_SUITE_P(Shards, Fp8Programs, testing::ValuesIn(kShardCases), name_of);
-INSTANTIATE_TEST_SUITE_P(Shards, Fp8ShardPrograms, testing::ValuesIn(kShardCases), name_of);
-
-std::vector<std::string> sources_of(const CudaProgram& program) {
-    std::vector<std::string> sources;
-    for (const CudaUnit& unit : program.units) sources.push_back(unit.source);
-    return sources;
-}
-
-// Scales are slots of a call: programs of another value are the same, to their launchers' machine code.
-TEST(Fp8Scales, AnotherValue_CompilesNothing) {
-    const Device h200 = describe_device("h200");
-    const auto spec_of = [](const std::string& scales) { return parse_spec("D=2048,V=50257,fp8=e4m3" + scales).normalized(); };
-    const auto program_of = [&](const std::string& scales) {
-        return generate_cuda(spec_of(scales), h200, path_plans(spec_of(scales), h200, PlanPath::cuda_fp8).front());
-    };
-    const std::string ones = ",fp8_hidden_scale=0.22,fp8_weight_scale=0.0036";
-    const std::string others = ",fp8_hidden_scale=3,fp8_weight_scale=1";
-    const CudaProgram one = program_of(ones);
-    const CudaProgram other = program_of(others);
-    EXPECT_EQ(sources_of(one), sources_of(other));
-    EXPECT_EQ(program_identity(one.forward), program_identity(other.forward));
-    EXPECT_EQ(program_identity(one.backward), program_identity(other.backward));
-    EXPECT_NE(sources_of(one), sources_of(program_of("")));
-    const auto record_of = [&](const std::string& scales) { return record_key(spec_of(scales), h200, {}, "none", 0).digest(); };
-    EXPECT_EQ(record_of(ones), record_of(others));
-    EXPECT_NE(record_of(ones), record_of(""));
-}
-
-// Every kernel that makes codes of hidden or of the weight has that operand's scale.
-TEST(Fp8Scales, EachOperand_HasItsOwn) {
-    const Device h200 = describe_device("h200");
-    const Spec spec = parse_spec("D=264,V=2571,fp8,fp8_hidden_scale=0.25,fp8_weight_scale=2").normalized();
-    const CudaProgram program = generate_cuda(spec, h200, path_plans(spec, h200, PlanPath::cuda_fp8).front());
-    CallSlots slots = test::made_up_call(300, {});
-    slots[static_cast<std::size_t>(Slot::fp8_hidden_scale)] = std::bit_cast<std::int32_t>(0.25F);
-    slots[static_cast<std::size_t>(Slot::fp8_weight_scale)] = std::bit_cast<std::int32_t>(2.F);
-    const auto hidden = reinterpret_cast<const void*>(slots[static_cast<std::size_t>(Slot::hidden)]);
-    int found = 0;
-    for (const LaunchProgram* pass : {&program.forward, &program.backward}) {
-        for (const Recorded& r : test::run(program, *pass, slots)) {
-            if (r.kernel == "flce_fp8_codes" || r.kernel == "flce_fp8_scales") {
-                const auto p = r.params<Fp8CodesParams>();
-                EXPECT_EQ(p.given_scale, p.from == hidden ? 0.25F : 2.F) << r.kernel;
-                ++found;
-            } else if (r.kernel == "flce_fp8_targets") {
-                EXPECT_EQ(r.params<Fp8TargetsParams>().hidden_scale, 0.25F);
-                EXPECT_EQ(r.params<Fp8TargetsParams>().weight_scale, 2.F);
-                ++found;
-            }
-        }
-    }
-    EXPECT_GE(found, 5);
-}
-
-// Costs of a chunk beside its products do not depend on its width.
-TEST(Fp8Path, ChunksOfBackward_AreAsWideAsTheMemoryBehindThemAllows) {
-    const Spec spec = parse_spec(kLarge).normalized();
-    const Device h200 = describe_device("h200");
-    const CudaProgram program = generate_cuda(spec, h200, path_plans(spec, h200, PlanPath::cuda_fp8, {.scratch_bytes = 64 << 20}).front());
-    std::vector<int> widths;
-    for (const Recorded& r : test::run(program, program.backward, test::made_up_call(4096, {}))) {
-        if (r.kernel == "flce_forward") widths.push_back(r.params<Fp8LogitsParams>().columns);
-    }
-    ASSERT_FALSE(widths.empty());
-    EXPECT_GE(widths.front() * 5, spec.vocab_size) << "a quarter of grad_weight's memory holds what a quarter of the classes needs";
-    EXPECT_TRUE(std::ranges::is_sorted(widths, std::greater<>()));
-    EXPECT_LE(widths.size(), 14U);
-}
-
-// Half of the exponentials where a row of the gradient takes as many bytes as a column of them, once.
-TEST(Fp8Path, GradientsMemory_HoldsHalfOfTheExponentials) {
-    const Device h200 = describe_device("h200");
-    const auto columns = [&](const char* text, std::int64_t tokens) {
-        const Spec spec = parse_spec(text).normalized();
-        const CudaProgram program = generate_cuda(spec, h200, path_plans(spec, h200, PlanPath::cuda_fp8).front());
-        CallSlots slots = test::made_up_call(tokens, {});
-        const std::int64_t lendable = evaluate(program.lendable_bytes, slots);
-        slots[static_cast<std::size_t>(Slot::retained)] = slots[static_cast<std::size_t>(Slot::grad_weight)];
-        slots[static_cast<std::size_t>(Slot::retained_bytes)] = lendable;
-        slots[static_cast<std::size_t>(Slot::retained_in_grad_weight)] = 1;
-        std::int64_t stored = 0;
-        for (const Recorded& r : test::run(program, program.forward, slots)) {
-            if (r.kernel == "flce_forward") stored += r.params<Fp8LogitsParams>().stored;
-        }
-        return stored / 2;  // the second walk, of rows that turn out to have another power, names them again
-    };
-    EXPECT_NEAR(static_cast<double>(columns(kLarge, 4096)), 151936 / 2, 384);
-    EXPECT_NEAR(static_cast<double>(columns(kLarge, 8192)), 151936 / 4, 384);
-    EXPECT_NEAR(static_cast<double>(columns(kLarge, 1024)), 151936 * 0.8, 384);
-    EXPECT_EQ(columns("D=2048,V=151936,fp8,tied", 4096), 0) << "old values are there";
-    EXPECT_EQ(columns("D=2048,V=151936,fp8,fp8_dlogits=e4m3", 4096), 0) << "nothing is kept in e4m3";
-}
-
-TEST(Fp8Path, OtherSpecs_AreRefusedByName) {
-    const Device h200 = describe_device("h200");
-    const auto reason = [&](const char* text, const char* device) {
-        const Spec spec = parse_spec(text).normalized();
-        Plan plan = path_plans(parse_spec("D=64,V=1000,fp8").normalized(), h200, PlanPath::cuda_fp8).front();
-        plan.strategy = Strategy::recompute;
-        return illegal_reason(spec, describe_device(device), plan).value_or("");
-    };
-    EXPECT_EQ(reason("D=64,V=1000,fp8", "h200"), "");
-    EXPECT_NE(reason("D=64,V=1000,fp8,dtype=fp16", "h200").find("dtype=fp16"), std::string::npos);
-    EXPECT_NE(reason("D=64,V=1000", "h200").find("for specs with fp8"), std::string::npos);
-    EXPECT_NE(reason("D=64,V=1000,fp8", "b200").find("sm_90a"), std::string::npos);
-    EXPECT_NE(reason("D=64,V=1000,fp8,outputs=loss+top1", "h200").find("outputs"), std::string::npos);
-    EXPECT_NE(reason("D=64,V=1000,fp8,softcap=30,class_offset", "h200").find("class_offset"), std::string::npos);
-}
+INSTANTIATE_TEST_SUITE_P(Shards, Fp8Programs, testing::Combine(testing::ValuesIn(kGpus), testing::ValuesIn(kShardCases)), name_of);
+INSTANTIATE_TEST_SUITE_P(Shards, Fp8ShardPrograms, testing::Combine(testing::ValuesIn(kGpus), testing::ValuesIn(kShardCases)), name_of);
 
 }  // namespace
 }  // namespace flce

@@ -97,7 +97,7 @@ TEST(PlanText, BadText_NamesKeyAndValue) {
     const std::pair<std::string, std::vector<const char*>> cases[] = {
         {"", {"path and a strategy"}},
         {"cuda_sm80", {"path and a strategy"}},
-        {"tpu:recompute", {"path=tpu", "cpu, cuda_sm80, cuda_sm90a, cuda_lt, cuda_gather or cuda_fp8"}},
+        {"tpu:recompute", {"path=tpu", "cpu, cuda_sm80, cuda_sm90a, cuda_lt, cuda_gather, cuda_fp8 or cuda_fp8_sm89"}},
         {"cpu:remember", {"strategy=remember", "recompute or retain"}},
         {"cpu:recompute", {"'vector' is missing", "bf16_dot"}},
         {cpu + ",raster=8", {"unknown key 'raster'", "cpu has"}},

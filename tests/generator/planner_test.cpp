@@ -164,6 +164,22 @@ TEST(Planner, Reasons_SayWhichPathAndWhyItIsNotTheGpusOwn) {
     EXPECT_THAT(said("D=2048,V=151936,dtype=fp32", "h100"), testing::AllOf(testing::StartsWith("cuda_sm80: "), testing::HasSubstr("fp32")));
 }
 
+TEST(Planner, ReasonsOfAHeadInEightBits_NameItsPathAlone) {
+    const Spec spec = parse_spec("D=2048,V=151936,fp8");
+    const auto said = [&](const char* name, const Plan& plan) {
+        std::string all;
+        for (const std::string& line : plan_reasons(spec, describe_device(name), plan)) all += line + '\n';
+        EXPECT_EQ(all.find("cuda_sm80"), std::string::npos) << all;
+        return all;
+    };
+    const Plan wgmma = choose_plan(spec, describe_device("h200"));
+    EXPECT_THAT(said("h200", wgmma), testing::StartsWith("cuda_fp8: kernels of 8-bit wgmma, made for sm_90a"));
+    const Plan mma = choose_plan(spec, describe_device("l40s"));
+    EXPECT_THAT(said("l40s", mma),
+                testing::AllOf(testing::StartsWith("cuda_fp8_sm89: kernels of 8-bit mma.sync, made for sm_89"), HasSubstr("guessed: ")));
+    EXPECT_THAT(said("h200", mma), testing::AllOf(HasSubstr("cuda_fp8 is made for sm_90a"), HasSubstr("measured cuda_fp8_sm89 on sm_90a")));
+}
+
 // Where wide tiles have no room: narrow ones of the quicker path, and not the other path's wide ones.
 TEST(Planner, LittleScratchOnHopper_ItsOwnPathInNarrowTiles) {
     const Device device = describe_device("h100");

@@ -5,6 +5,7 @@
 #include <string>
 #include <tuple>
 
+#include "generator/cuda/common/cuda_path.hpp"
 #include "generator/planner.hpp"
 #include "tests/support/kernel_run.hpp"
 #include "tests/support/number_formats.hpp"
@@ -16,19 +17,20 @@ namespace {
 constexpr std::int64_t kDepth = 40;  // the truth multiplies every token by every class
 constexpr std::int64_t kVocab = 2571;
 
-class Fp8Gpu : public testing::TestWithParam<const char*> {
+class Fp8Gpu : public testing::TestWithParam<std::tuple<PlanPath, const char*>> {
 protected:
     void SetUp() override {
         FLCE_REQUIRE_TARGET(Target::gpu);
-        if (path_plans(spec(), device_of(Target::gpu), PlanPath::cuda_fp8).empty()) GTEST_SKIP() << "this GPU has no plan of cuda_fp8";
+        if (plan_on_path(spec(), path()).empty()) GTEST_SKIP() << "this GPU has no plan of " << to_string(path());
     }
-    static Spec spec() { return parse_spec("D=40,V=2571,fp8" + std::string(GetParam())).normalized(); }
-    static std::shared_ptr<const Kernel> kernel() { return kernel_on(Target::gpu, spec()); }
+    static PlanPath path() { return std::get<0>(GetParam()); }
+    static Spec spec() { return parse_spec("D=40,V=2571,fp8" + std::string(std::get<1>(GetParam()))).normalized(); }
+    static std::shared_ptr<const Kernel> kernel() { return kernel_on(Target::gpu, spec(), plan_on_path(spec(), path())); }
     /// A kernel with the least scratch and the narrowest chunks.
     static std::shared_ptr<const Kernel> narrow_kernel() {
-        const Device device = device_of(Target::gpu);
-        Plan plan = choose_plan(spec(), device, {.scratch_bytes = smallest_scratch_bytes(spec(), device).value()});
-        plan.vocab_chunk = 384;
+        Plan plan = path_plans(spec(), device_of(Target::gpu), path()).front();
+        plan.vocab_chunk = path() == PlanPath::cuda_fp8 ? 384 : 768;
+        plan.scratch_bytes = cuda_path(path()).least_scratch_bytes(spec(), plan);
         return kernel_on(Target::gpu, spec(), plan.text());
     }
     /// `row` of the weight becomes `factor` times hidden state `token`: that token's logit there is factor · |hidden|².
@@ -65,10 +67,13 @@ TEST_P(Fp8Gpu, ManyTokensOfOneClass_WithinBounds) {
     EXPECT_TRUE(run_and_judge(kernel(), p));
 }
 
-INSTANTIATE_TEST_SUITE_P(Specs, Fp8Gpu,
-                         testing::Values("", ",fp8_dlogits=e4m3", ",tied,temperature", ",bias,grad_weight_dtype=fp32", ",softcap=20",
-                                         ",fp8_hidden_scale=0.04,fp8_weight_scale=0.003", ",label_smoothing=0.1",
-                                         ",label_smoothing=0.1,class_weight,bias,temperature,tied"));
+INSTANTIATE_TEST_SUITE_P(
+    Specs, Fp8Gpu,
+    testing::Combine(testing::Values(PlanPath::cuda_fp8, PlanPath::cuda_fp8_sm89),
+                     testing::Values("", ",fp8_dlogits=e4m3", ",tied,temperature", ",bias,grad_weight_dtype=fp32", ",softcap=20",
+                                     ",fp8_hidden_scale=0.04,fp8_weight_scale=0.003", ",label_smoothing=0.1",
+                                     ",label_smoothing=0.1,class_weight,bias,temperature,tied")),
+    [](const auto& info) { return std::string(to_string(std::get<0>(info.param))) + "_" + std::to_string(info.index); });
 
 }  // namespace
 }  // namespace flce::test

@@ -94,16 +94,23 @@ constexpr Form kForms[] = {{"int8_e5m2", Fp8Operands::int8, Fp8Dlogits::e5m2},
                            {"e4m3_e5m2", Fp8Operands::e4m3, Fp8Dlogits::e5m2},
                            {"e4m3_e4m3", Fp8Operands::e4m3, Fp8Dlogits::e4m3}};
 
-class Fp8Head : public testing::TestWithParam<std::tuple<Target, DType, Form>> {
+Target target_of(PlanPath path) { return path == PlanPath::cpu ? Target::cpu : Target::gpu; }
+/// Whether the path has a plan of the spec here; the CPU has all.
+bool has(PlanPath path, const Spec& spec) { return path == PlanPath::cpu || !plan_on_path(spec, path).empty(); }
+std::shared_ptr<const Kernel> kernel_of(PlanPath path, const Spec& spec) {
+    return kernel_on(target_of(path), spec, path == PlanPath::cpu ? "" : plan_on_path(spec, path));
+}
+
+class Fp8Head : public testing::TestWithParam<std::tuple<PlanPath, DType, Form>> {
 protected:
     void SetUp() override {
         FLCE_REQUIRE_TARGET(target());
         if (level() == Level::quick && std::get<1>(GetParam()) != DType::bf16) GTEST_SKIP() << "from level full on";
-        if (target() == Target::gpu && !smallest_scratch_bytes(spec(64, 64), device_of(Target::gpu))) {
-            GTEST_SKIP() << "no path of this GPU has " << spec(64, 64).text();
-        }
+        if (!has(path(), spec(64, 64))) GTEST_SKIP() << to_string(path()) << " of this GPU has no plan of " << spec(64, 64).text();
     }
-    static Target target() { return std::get<0>(GetParam()); }
+    static PlanPath path() { return std::get<0>(GetParam()); }
+    static Target target() { return target_of(path()); }
+    static std::shared_ptr<const Kernel> kernel(const Spec& spec) { return kernel_of(path(), spec); }
     static Spec spec(std::int64_t hidden_size, std::int64_t vocab_size, void (*option)(Spec&) = [](Spec&) {}) {
         Spec s{.hidden_size = hidden_size, .vocab_size = vocab_size, .dtype = std::get<1>(GetParam())};
         s.fp8 = std::get<2>(GetParam()).operands;
@@ -112,14 +119,14 @@ protected:
         return s.normalized();
     }
     static void expect_right(const Spec& spec, const ProblemOptions& options) {
-        EXPECT_TRUE(run_and_judge(kernel_on(target(), spec), make_problem(spec, options)));
+        EXPECT_TRUE(run_and_judge(kernel(spec), make_problem(spec, options)));
     }
 };
 
 TEST_P(Fp8Head, EveryOption_IsWithinItsBounds) {
     for (const OptionSet& set : fp8_options()) {
         const Spec s = spec(96, 300, set.apply);
-        if (target() == Target::gpu && !smallest_scratch_bytes(s, device_of(Target::gpu))) continue;  // refused by name
+        if (!has(path(), s)) continue;  // refused by name
         SCOPED_TRACE(set.name);
         const Reduction reduction = s.token_weight ? Reduction::weighted_mean : Reduction::mean;
         expect_right(s, {.num_tokens = 70, .reduction = reduction, .seed = 3});
@@ -130,7 +137,7 @@ TEST_P(Fp8Head, RaggedShapes_AreWithinTheirBounds) {
     const std::tuple<std::int64_t, std::int64_t, std::int64_t> shapes[] = {{1, 8, 2},      {1, 64, 1000},  {3, 24, 17},    {129, 16, 33},
                                                                            {130, 40, 257}, {64, 272, 131}, {257, 136, 515}};
     for (const auto& [n, d, v] : shapes) {
-        if (target() == Target::gpu && !smallest_scratch_bytes(spec(d, v), device_of(Target::gpu))) continue;
+        if (!has(path(), spec(d, v))) continue;
         for (const Reduction reduction : {Reduction::mean, Reduction::sum, Reduction::none}) {
             expect_right(spec(d, v), {.num_tokens = n, .reduction = reduction, .seed = 5});
         }
@@ -144,7 +151,7 @@ TEST_P(Fp8Head, FewOrNoValidTokens_AreWithinTheirBounds) {
     }
     Problem one = make_problem(spec(64, 130), {.num_tokens = 40, .ignored = Ignored::all, .seed = 7});
     one.target[17] = 5;
-    EXPECT_TRUE(run_and_judge(kernel_on(target(), one.spec), one));
+    EXPECT_TRUE(run_and_judge(kernel(one.spec), one));
 }
 
 TEST_P(Fp8Head, ConfidentAndHugeLogits_AreWithinTheirBounds) {
@@ -170,14 +177,14 @@ TEST_P(Fp8Head, RowsOfZeros_HaveCodesAndScalesOfZero) {
     Problem p = make_problem(spec(64, 200), {.num_tokens = 50, .ignored = Ignored::none, .seed = 11});
     std::fill_n(p.hidden.begin() + 3 * 64, 64, 0.F);
     std::fill_n(p.weight.begin() + 7 * 64, 2 * 64, 0.F);
-    EXPECT_TRUE(run_and_judge(kernel_on(target(), p.spec), p));
+    EXPECT_TRUE(run_and_judge(kernel(p.spec), p));
     Problem given = p;
     give_scales(given.spec, 6);
-    EXPECT_TRUE(run_and_judge(kernel_on(target(), given.spec), given));
+    EXPECT_TRUE(run_and_judge(kernel(given.spec), given));
     std::fill(p.hidden.begin(), p.hidden.end(), 0.F);
-    EXPECT_TRUE(run_and_judge(kernel_on(target(), p.spec), p));
+    EXPECT_TRUE(run_and_judge(kernel(p.spec), p));
     std::fill(p.weight.begin(), p.weight.end(), 0.F);
-    EXPECT_TRUE(run_and_judge(kernel_on(target(), p.spec), p));
+    EXPECT_TRUE(run_and_judge(kernel(p.spec), p));
 }
 
 // A token's NaN stays its own; a class's is in every loss. An ignored token's row may hold anything.
@@ -188,11 +195,11 @@ TEST_P(Fp8Head, RowsWithoutNumbers_MakeNaNOfWhatMeetsThem) {
         if (std::isnan(none)) give_scales(p.spec, 6);
         p.target[9] = p.options.ignore_index;
         std::fill_n(p.hidden.begin() + 9 * 64, 64, none);
-        EXPECT_TRUE(run_and_judge(kernel_on(target(), p.spec), p)) << "an ignored token";
+        EXPECT_TRUE(run_and_judge(kernel(p.spec), p)) << "an ignored token";
         p.hidden[20 * 64 + 5] = none;
-        EXPECT_TRUE(run_and_judge(kernel_on(target(), p.spec), p)) << "a token";
+        EXPECT_TRUE(run_and_judge(kernel(p.spec), p)) << "a token";
         p.weight[30 * 64 + 1] = none;
-        EXPECT_TRUE(run_and_judge(kernel_on(target(), p.spec), p)) << "a class";
+        EXPECT_TRUE(run_and_judge(kernel(p.spec), p)) << "a class";
     }
 }
 
@@ -203,15 +210,15 @@ TEST_P(Fp8Head, ClassesRuledOutByTheirOffset_HaveNoGradient) {
             p.class_offset[j] = -std::numeric_limits<float>::infinity();
         }
     }
-    EXPECT_TRUE(run_and_judge(kernel_on(target(), p.spec), p));
+    EXPECT_TRUE(run_and_judge(kernel(p.spec), p));
 }
 
 TEST_P(Fp8Head, TwiceAndInAnyMemory_HasTheSameBits) {
     const Spec s = spec(96, 700);
     const Problem p = make_problem(s, {.num_tokens = 150, .seed = 17});
-    const auto kernel = kernel_on(target(), s);
+    const auto run_by = kernel(s);
     const auto bytes = [&](std::size_t retained) {
-        KernelRun run(kernel, p);
+        KernelRun run(run_by, p);
         run.retain(RetainedPlace::own, retained);
         run.forward();
         run.backward();
@@ -222,20 +229,23 @@ TEST_P(Fp8Head, TwiceAndInAnyMemory_HasTheSameBits) {
     const auto once = bytes(0);
     EXPECT_TRUE(bytes(0) == once);
     if (target() == Target::gpu) return;  // references of exponentials that are retained are others
-    EXPECT_TRUE(bytes(kernel->retained_bytes(150)) == once);
-    EXPECT_TRUE(bytes(kernel->retained_bytes(150) / 2) == once);
+    EXPECT_TRUE(bytes(run_by->retained_bytes(150)) == once);
+    EXPECT_TRUE(bytes(run_by->retained_bytes(150) / 2) == once);
 }
 
-std::string name_of(const testing::TestParamInfo<std::tuple<Target, DType, Form>>& info) {
-    return std::string(to_string(std::get<1>(info.param))) + "_" + std::get<2>(info.param).name;
+std::string name_of(const testing::TestParamInfo<std::tuple<PlanPath, DType, Form>>& info) {
+    const auto& [path, dtype, form] = info.param;
+    return (path == PlanPath::cpu ? "" : std::string(to_string(path)) + "_") + std::string(to_string(dtype)) + "_" + form.name;
 }
 
 INSTANTIATE_TEST_SUITE_P(Cpu, Fp8Head,
-                         testing::Combine(testing::Values(Target::cpu), testing::Values(DType::bf16, DType::fp16, DType::fp32),
+                         testing::Combine(testing::Values(PlanPath::cpu), testing::Values(DType::bf16, DType::fp16, DType::fp32),
                                           testing::ValuesIn(kForms)),
                          name_of);
 INSTANTIATE_TEST_SUITE_P(Gpu, Fp8Head,
-                         testing::Combine(testing::Values(Target::gpu), testing::Values(DType::bf16), testing::ValuesIn(kForms)), name_of);
+                         testing::Combine(testing::Values(PlanPath::cuda_fp8, PlanPath::cuda_fp8_sm89), testing::Values(DType::bf16),
+                                          testing::ValuesIn(kForms)),
+                         name_of);
 
 /// A random spec without what an FP8 head refuses.
 Spec random_fp8_spec(Draw& draw, std::uint64_t seed) {
@@ -254,27 +264,29 @@ Spec random_fp8_spec(Draw& draw, std::uint64_t seed) {
     return s.normalized();
 }
 
-class RandomFp8Specs : public testing::TestWithParam<std::tuple<Target, std::uint64_t>> {};
+class RandomFp8Specs : public testing::TestWithParam<std::tuple<PlanPath, std::uint64_t>> {};
 
 TEST_P(RandomFp8Specs, AreWithinTheirBounds) {
-    const auto [target, part] = GetParam();
-    FLCE_REQUIRE_TARGET(target);
+    const auto [path, part] = GetParam();
+    FLCE_REQUIRE_TARGET(target_of(path));
     for (std::uint64_t seed = 100 * part; seed < 100 * part + (kSanitized || level() == Level::quick ? 2 : 12); ++seed) {
         Draw draw(3000 + seed);
         const Spec spec = random_fp8_spec(draw, seed);
-        if (target == Target::gpu && !smallest_scratch_bytes(spec, device_of(target))) continue;  // refused by name
-        EXPECT_TRUE(run_and_judge(kernel_on(target, spec), make_problem(spec, random_options(draw, spec.token_weight, seed)))) << seed;
+        if (!has(path, spec)) continue;  // refused by name
+        EXPECT_TRUE(run_and_judge(kernel_of(path, spec), make_problem(spec, random_options(draw, spec.token_weight, seed)))) << seed;
     }
 }
 
-INSTANTIATE_TEST_SUITE_P(Cpu, RandomFp8Specs, testing::Combine(testing::Values(Target::cpu), testing::Range<std::uint64_t>(0, 4)));
-INSTANTIATE_TEST_SUITE_P(Gpu, RandomFp8Specs, testing::Combine(testing::Values(Target::gpu), testing::Range<std::uint64_t>(0, 4)));
+INSTANTIATE_TEST_SUITE_P(Cpu, RandomFp8Specs, testing::Combine(testing::Values(PlanPath::cpu), testing::Range<std::uint64_t>(0, 4)));
+INSTANTIATE_TEST_SUITE_P(Gpu, RandomFp8Specs,
+                         testing::Combine(testing::Values(PlanPath::cuda_fp8, PlanPath::cuda_fp8_sm89),
+                                          testing::Range<std::uint64_t>(0, 4)));
 
-class RandomFp8Shards : public testing::TestWithParam<std::tuple<Target, std::uint64_t>> {};
+class RandomFp8Shards : public testing::TestWithParam<std::tuple<PlanPath, std::uint64_t>> {};
 
 TEST_P(RandomFp8Shards, AreWithinTheirBounds) {
-    const auto [target, part] = GetParam();
-    FLCE_REQUIRE_TARGET(target);
+    const auto [path, part] = GetParam();
+    FLCE_REQUIRE_TARGET(target_of(path));
     for (std::uint64_t seed = 100 * part; seed < 100 * part + (kSanitized || level() == Level::quick ? 2 : 12); ++seed) {
         Draw draw(5000 + seed);
         Spec whole = random_fp8_spec(draw, seed);
@@ -284,16 +296,18 @@ TEST_P(RandomFp8Shards, AreWithinTheirBounds) {
         const std::int64_t most = std::max<std::int64_t>(*std::ranges::max_element(rows), 1);
         Spec spec = shard_spec(whole, std::min(most, whole.vocab_size), most);
         if (draw.coin(0.3)) spec.grad_hidden_dtype = DType::fp32;
-        if (target == Target::gpu && !smallest_scratch_bytes(spec, device_of(target))) continue;  // refused by name
+        if (!has(path, spec)) continue;  // refused by name
         ProblemOptions options = random_options(draw, spec.token_weight, seed);
         if (spec.dtype == DType::fp16) options.num_valid.reset();  // gradients of few out of many tokens are below fp16's normal numbers
         const Problem problem = make_problem(whole, options);
-        EXPECT_TRUE(run_and_judge_shards(kernel_on(target, spec.normalized()), problem, shards_of(whole.vocab_size, rows))) << seed;
+        EXPECT_TRUE(run_and_judge_shards(kernel_of(path, spec.normalized()), problem, shards_of(whole.vocab_size, rows))) << seed;
     }
 }
 
-INSTANTIATE_TEST_SUITE_P(Cpu, RandomFp8Shards, testing::Combine(testing::Values(Target::cpu), testing::Range<std::uint64_t>(0, 4)));
-INSTANTIATE_TEST_SUITE_P(Gpu, RandomFp8Shards, testing::Combine(testing::Values(Target::gpu), testing::Range<std::uint64_t>(0, 4)));
+INSTANTIATE_TEST_SUITE_P(Cpu, RandomFp8Shards, testing::Combine(testing::Values(PlanPath::cpu), testing::Range<std::uint64_t>(0, 4)));
+INSTANTIATE_TEST_SUITE_P(Gpu, RandomFp8Shards,
+                         testing::Combine(testing::Values(PlanPath::cuda_fp8, PlanPath::cuda_fp8_sm89),
+                                          testing::Range<std::uint64_t>(0, 4)));
 
 // Products in few rows and columns at a time: steps in flight, several blocks of tokens, chunks of the vocabulary.
 TEST(Fp8Blocks, LittleScratch_HasTheSameRounding) {

@@ -139,7 +139,7 @@ TEST_F(FirstUseTest, ComparedByHand_AFaultStaysUntilItsOwnLayerAgrees) {
     environment_.cache_dir = directory_.path();
     std::string why;
     std::vector<PathCheck> checks = check_paths(other_, environment_, machine_.backends(), &why);
-    ASSERT_EQ(checks.size(), 5U);
+    ASSERT_EQ(checks.size(), 6U);
     EXPECT_EQ(checks[0].path, "cuda_sm80");
     EXPECT_EQ(checks[0].skipped + checks[0].fault, "");
     EXPECT_EQ(checks[0].other_fault, spec_.normalized().text());
@@ -151,6 +151,22 @@ TEST_F(FirstUseTest, ComparedByHand_AFaultStaysUntilItsOwnLayerAgrees) {
     checks = check_paths(spec_, environment_, machine_.backends(), &why);
     EXPECT_EQ(checks[0].fault + checks[0].other_fault, "");
     EXPECT_NO_THROW((void)session_on("a100").get_kernel(spec_));
+}
+
+TEST_F(FirstUseTest, ProductsInEightBits_AreComparedForEachFormat) {
+    const auto use = [&](const char* spec) { (void)session_on("l40s").get_kernel(parse_spec(spec)); };
+    use("D=2048,V=50257,fp8");
+    EXPECT_EQ(machine_.compared, 1);
+    use("D=2048,V=50257");
+    EXPECT_EQ(machine_.compared, 2) << "of another path";
+    use("D=2048,V=50257,fp8=e4m3");
+    EXPECT_EQ(machine_.compared, 3) << "another instruction";
+    use("D=2048,V=32000,fp8=e4m3");
+    EXPECT_EQ(machine_.compared, 3);
+    results_differ();
+    EXPECT_THAT(
+        [&] { use("D=2048,V=50257,fp8=e4m3,fp8_dlogits=e4m3"); },
+        ThrowsMessage<DeviceError>(AllOf(HasSubstr("kernels of cuda_fp8_sm89 on NVIDIA L40S (sm_89)"), HasSubstr("(device=\"cpu\")"))));
 }
 
 TEST_F(FirstUseTest, ComparedByHandOnTwoGpus_TheIllOneCounts) {
@@ -165,9 +181,9 @@ TEST_F(FirstUseTest, ComparedByHandOnTwoGpus_TheIllOneCounts) {
         };
         std::string why;
         const auto checks = check_paths(spec_, environment_, machine_.backends(), &why);
-        ASSERT_EQ(checks.size(), 10U);
-        EXPECT_NE(checks[static_cast<std::size_t>(5 * ill)].fault, "");
-        EXPECT_EQ(checks[static_cast<std::size_t>(5 - 5 * ill)].fault, "");
+        ASSERT_EQ(checks.size(), 12U);
+        EXPECT_NE(checks[static_cast<std::size_t>(6 * ill)].fault, "");
+        EXPECT_EQ(checks[static_cast<std::size_t>(6 - 6 * ill)].fault, "");
         machine_.compare = nullptr;
         EXPECT_THROW((void)session_on("a100", {.cache_dir = directory.path()}).get_kernel(spec_), DeviceError) << ill;
     }

@@ -33,6 +33,10 @@ TEST_F(SessionPathsTest, NoVariable_TheDevicesOwn) {
     EXPECT_EQ(path_on("h100", spec_), PlanPath::cuda_sm90a);
     EXPECT_EQ(path_on("b200", spec_), PlanPath::cuda_lt);
     EXPECT_EQ(path_on("a100", spec_), PlanPath::cuda_sm80);
+    const Spec eight_bits = parse_spec("D=2048,V=50257,fp8");
+    EXPECT_EQ(path_on("h100", eight_bits), PlanPath::cuda_fp8);
+    EXPECT_EQ(path_on("l40s", eight_bits), PlanPath::cuda_fp8_sm89);
+    EXPECT_EQ(path_on("l40s", spec_), PlanPath::cuda_sm80);
 }
 
 TEST_F(SessionPathsTest, Variable_TheOnlyOne) {
@@ -43,6 +47,8 @@ TEST_F(SessionPathsTest, Variable_TheOnlyOne) {
     }
     environment_.path = "cuda_sm80";
     EXPECT_EQ(path_on("b200", spec_), PlanPath::cuda_sm80);
+    environment_.path = "cuda_fp8_sm89";
+    EXPECT_EQ(path_on("h100", parse_spec("D=2048,V=50257,fp8")), PlanPath::cuda_fp8_sm89);
 }
 
 TEST_F(SessionPathsTest, VariableWithoutAPlan_ErrorNamesItAndTheReason) {

@@ -53,7 +53,8 @@ const std::string& skip_reason(Target target) {
 std::shared_ptr<const Kernel> kernel_on(Target target, const Spec& spec, const std::string& plan) {
     std::string text = plan.empty() ? std::string(variable("FLCE_TEST_PLAN")) : plan;
     if (const std::string_view path = variable("FLCE_TEST_PATH"); text.empty() && !path.empty() && target == Target::gpu) {
-        for (const PlanPath known : {PlanPath::cuda_sm80, PlanPath::cuda_sm90a, PlanPath::cuda_lt}) {
+        for (const PlanPath known :
+             {PlanPath::cuda_sm80, PlanPath::cuda_sm90a, PlanPath::cuda_lt, PlanPath::cuda_fp8, PlanPath::cuda_fp8_sm89}) {
             if (to_string(known) == path) text = plan_on_path(spec, known);
         }
     }
