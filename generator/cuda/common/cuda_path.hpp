@@ -107,8 +107,8 @@ struct CudaPath {
     [[nodiscard]] bool is_own_of(const Device& device) const;
     /// Whether the planner prefers the path for a layer on the device.
     [[nodiscard]] bool is_preferred(const Spec& spec, const Device& device) const;
-    /// Whether the planner takes the path for a layer unasked: the first path of the table, and those that it prefers. A layer with products
-    /// in 8 bits is nothing to the first path where the device has a path for such layers.
+    /// Whether the planner takes the path for a layer unasked: the first path of the table, and those that it prefers. A layer with
+    /// products in 8 bits is nothing to the first path where the device has a path for such layers.
     [[nodiscard]] bool is_considered(const Spec& spec, const Device& device) const;
     [[nodiscard]] bool has(Strategy strategy) const;
     /// Whether the path can retain exponentials of `spec` on `device`.
