@@ -1,12 +1,13 @@
 """Training curves of a small language model whose output layer multiplies in bf16 and in 8 bits (flce.Fp8).
 
-    python3 benchmarks/fp8_training.py [--steps 2000] [--runs bf16,bf16 again,int8 e5m2,…] [--small] [--out FILE.json]
+    python3 benchmarks/fp8_training.py [--steps 2000] [--runs bf16,bf16 again,int8 e5m2,…] [--small] [--logit-scale S] [--out FILE.json]
 
 The text is Python sources that this machine has: its own library's and torch's. Runs begin with the same parameters and have the same
 batches. "static" runs have one scale for all rows of hidden and one for the weight's: of the largest numbers of the first 200 steps, times
 1.5, since both grow later and numbers beyond a scale saturate. Training is chaotic: "nudged" runs begin with parameters that are off by a
 thousandth, and how far apart bf16's are says what a difference is without fp8. Held-out losses are computed with bf16's layer in every run.
---small is for a CPU.
+--small is for a CPU. --logit-scale multiplies the logits, whose deviation is about half of it at first: rounding is off by a part of a
+logit, so that a large scale shows where a form leaves bf16's curve.
 
 The default's six take about two minutes on an H200. A form that the device has no kernels for is left out, which is said.
 """
@@ -115,8 +116,9 @@ class Block(nn.Module):
 class Model(nn.Module):
     """A transformer whose parameters are fp32, and its head, of which a step takes a copy in bf16."""
 
-    def __init__(self, size: Size) -> None:
+    def __init__(self, size: Size, logit_scale: float) -> None:
         super().__init__()
+        self.logit_scale = logit_scale
         self.embedding, self.position = nn.Embedding(size.classes, size.depth), nn.Embedding(size.length, size.depth)
         self.blocks = nn.Sequential(*(Block(size.depth) for _ in range(size.blocks)))
         self.norm = nn.RMSNorm(size.depth)
@@ -134,7 +136,7 @@ class Model(nn.Module):
     def loss(self, tokens: Tensor, fp8: flce.Fp8 | None) -> Tensor:
         """The mean loss of predicting tokens [batch, length + 1] from the second on."""
         hidden, weight = self.operands(tokens)
-        return flce.linear_cross_entropy(hidden, weight, tokens[:, 1:].contiguous(), fp8=fp8)
+        return flce.linear_cross_entropy(hidden, weight, tokens[:, 1:].contiguous(), logit_scale=self.logit_scale, fp8=fp8)
 
 
 class StaticScales:
@@ -156,10 +158,10 @@ class StaticScales:
             self.fp8 = replace(self.fp8, scales=(hidden, weight))
 
 
-def train(name: str, size: Size, data: Tensor, held: Tensor, steps: int) -> dict[str, Any]:
+def train(name: str, size: Size, data: Tensor, held: Tensor, steps: int, logit_scale: float) -> dict[str, Any]:
     fp8, nudge = RUNS[name]
     torch.manual_seed(0)
-    model = Model(size)
+    model = Model(size, logit_scale)
     if nudge:
         torch.manual_seed(nudge)
         with torch.no_grad():
@@ -216,6 +218,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--runs", default=DEFAULT, help="some of: " + ", ".join(RUNS))
+    parser.add_argument("--logit-scale", type=float, default=1.0, help="by which logits are multiplied")
     parser.add_argument("--small", action="store_true", help="a model for a CPU")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, help="a file for the curves as JSON")
@@ -235,12 +238,13 @@ def main() -> None:
     found: dict[str, dict[str, Any]] = {}
     for name in names:
         try:
-            found[name] = train(name, size, data, held, arguments.steps)
+            found[name] = train(name, size, data, held, arguments.steps, arguments.logit_scale)
         except (flce.PlanError, flce.SpecError) as error:
             print(f"{name}: left out, {error}", flush=True)
             continue
         if arguments.out is not None:
-            figures = {"device": device, "torch": torch.__version__, "size": vars(size), "steps": arguments.steps, "runs": found}
+            figures: dict[str, Any] = {"device": device, "torch": torch.__version__, "size": vars(size), "steps": arguments.steps}
+            figures |= {"logit_scale": arguments.logit_scale, "runs": found}
             arguments.out.write_text(json.dumps(figures, indent=1) + "\n")
     if found:
         report(found)
