@@ -201,10 +201,12 @@ __device__ __forceinline__ void store_eight(float* to, const float (&x)[8]) {
     *reinterpret_cast<float4*>(to + 4) = make_float4(x[4], x[5], x[6], x[7]);
 }
 
-/// A shard's part of grad_hidden, for a warp. A target that another shard has adds nothing.
+/// A warp has a row. Of a shard it is a part, to which a target that another shard has adds nothing.
 template <class Problem>
-__device__ __forceinline__ void finish_part(const Fp8FinishParams& p, int row) {
+__device__ __forceinline__ void fp8_finish(const Fp8FinishParams& p) {
     using N = Numeric<Bf16>;
+    const int row = row_of_warp();
+    if (row >= p.rows) return;
     const int target = static_cast<const RowTarget*>(p.row_targets)[row].target;
     const bool here = has_class<Problem>(target);
     const float dz = p.target_dz[row];
@@ -213,8 +215,12 @@ __device__ __forceinline__ void finish_part(const Fp8FinishParams& p, int row) {
     for (int k = static_cast<int>(threadIdx.x) % 32 * 8; k < Problem::hidden_size; k += 256) {
         float out[8] = {};
         if (target >= 0) {
-            const float4 first = *reinterpret_cast<const float4*>(p.sum + at + k);
-            const float4 second = *reinterpret_cast<const float4*>(p.sum + at + k + 4);
+            float4 first = *reinterpret_cast<const float4*>(p.sum + at + k);
+            float4 second = *reinterpret_cast<const float4*>(p.sum + at + k + 4);
+            if constexpr (Problem::label_smoothing) {
+                take(p.row_smoothing[row], p.weight_sum + k, first);
+                take(p.row_smoothing[row], p.weight_sum + k + 4, second);
+            }
             const float sums[8] = {first.x, first.y, first.z, first.w, second.x, second.y, second.z, second.w};
             unsigned w[4] = {0u, 0u, 0u, 0u};
             if (here) ptx::ld_global_v4(w, weight + k);
@@ -225,45 +231,6 @@ __device__ __forceinline__ void finish_part(const Fp8FinishParams& p, int row) {
             }
         }
         store_eight(static_cast<GradHiddenOf<Problem>*>(p.grad_hidden) + at + k, out);
-    }
-}
-
-template <class Problem>
-__device__ __forceinline__ void finish_row(const Fp8FinishParams& p, int row) {
-    using N = Numeric<Bf16>;
-    const int target = static_cast<const RowTarget*>(p.row_targets)[row].target;
-    const long long at = static_cast<long long>(row) * Problem::hidden_size;
-    const float dz = p.target_dz[row];
-    const Bf16* const weight = static_cast<const Bf16*>(p.weight) + static_cast<long long>(max(target, 0)) * Problem::hidden_size;
-    for (int k = static_cast<int>(threadIdx.x) % 32 * 8; k < Problem::hidden_size; k += 256) {
-        unsigned out[4] = {0u, 0u, 0u, 0u};
-        if (target >= 0) {
-            unsigned w[4];
-            ptx::ld_global_v4(w, weight + k);
-            float4 first = *reinterpret_cast<const float4*>(p.sum + at + k);
-            float4 second = *reinterpret_cast<const float4*>(p.sum + at + k + 4);
-            if constexpr (Problem::label_smoothing) {
-                take(p.row_smoothing[row], p.weight_sum + k, first);
-                take(p.row_smoothing[row], p.weight_sum + k + 4, second);
-            }
-            out[0] = N::pack(__fmaf_rn(dz, N::first(w[0]), first.x), __fmaf_rn(dz, N::second(w[0]), first.y));
-            out[1] = N::pack(__fmaf_rn(dz, N::first(w[1]), first.z), __fmaf_rn(dz, N::second(w[1]), first.w));
-            out[2] = N::pack(__fmaf_rn(dz, N::first(w[2]), second.x), __fmaf_rn(dz, N::second(w[2]), second.y));
-            out[3] = N::pack(__fmaf_rn(dz, N::first(w[3]), second.z), __fmaf_rn(dz, N::second(w[3]), second.w));
-        }
-        ptx::st_global_v4(static_cast<Bf16*>(p.grad_hidden) + at + k, out);
-    }
-}
-
-/// A warp has a row.
-template <class Problem>
-__device__ __forceinline__ void fp8_finish(const Fp8FinishParams& p) {
-    const int row = row_of_warp();
-    if (row >= p.rows) return;
-    if constexpr (Problem::shard) {
-        finish_part<Problem>(p, row);
-    } else {
-        finish_row<Problem>(p, row);
     }
 }
 
