@@ -111,7 +111,7 @@ void add_multiple(DType dtype, const std::byte* numbers, std::int64_t count, flo
 void sum_of_rows(const CpuContext& context, DType dtype, const std::byte* rows, std::int64_t count, std::int64_t columns,
                  const std::function<float(std::int64_t)>& factor, float* sums) {
     constexpr std::int64_t kColumnsPerTask = 256;
-    constexpr std::int64_t kRowsAtATime = 256;  // sums of so many are added to the whole
+    constexpr std::int64_t kRowsAtATime = 256;  // rows that have a sum of their own, which then joins the whole
     const auto element = static_cast<std::int64_t>(element_bytes(dtype));
     const Blocks tasks = fixed_blocks(columns, kColumnsPerTask);
     context.workers->run(tasks.count, context.threads, [&](std::int64_t task, std::int64_t) {

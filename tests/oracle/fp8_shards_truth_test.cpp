@@ -141,7 +141,7 @@ private:
     std::vector<float> lse_;
 };
 
-/// A problem whose classes [begin, end) have logits so many nats higher.
+/// A problem with classes [begin, end) whose logits are `nats` higher.
 Problem raised(std::int64_t begin, std::int64_t end, float nats) {
     const Spec spec = parse_spec("D=40,V=300,fp8,class_offset");
     Problem p = make_problem(spec, {.num_tokens = 60, .ignored = Ignored::none, .upstream = false, .seed = 31});

@@ -31,8 +31,8 @@ inline double doubt(const Format& format, double number, double low, double high
     return std::max(std::fabs(nearest(format, high) - number), std::fabs(nearest(format, low) - number));
 }
 
-/// Further error of a number that another kernel may have so many octaves lower in the format's range. `higher`: it may also be higher,
-/// where what is too small for `number` has a rounding of its own.
+/// Further error of a number that another kernel may have `octaves` lower in the format's range. `higher`: the kernel's may also be higher,
+/// so that numbers too small for this one have a rounding of their own there.
 inline double below_range(const Format& format, double size, double number, int octaves, bool higher) {
     if (octaves == 0 || !(size < std::ldexp(1.0, format.least + octaves))) return 0;
     const double unit = std::ldexp(1.0, format.least - format.bits + octaves);

@@ -145,7 +145,7 @@ Expr has_free_gradient(const Spec& spec) { return spec.grad_weight_mode == GradM
 /// the rest in scratch. Costs of a chunk beside its products do not depend on its width, so each is as wide as the memory behind its own
 /// rows allows, whatever the plan's chunk, which is a limit in scratch.
 void place_again(const Spec& spec, const Device& device, const Plan& plan, const Expr& scratch, BackwardLayoutFp8& b) {
-    constexpr int kWide = 7;  // the last of them is a seventh of the first where each takes a quarter
+    constexpr int kWide = 7;  // the last of them is a sixth of the first where each takes a quarter
     constexpr std::int64_t kAlignments = 8 * kWorkspaceAlignment;
     const std::int64_t row_bytes = grad_row_bytes(spec);
     const Expr columns = vocab_columns(spec);
