@@ -38,7 +38,7 @@ class Fp8:
     def __post_init__(self) -> None:
         checks.choice("logits", self.logits, LOGITS)
         checks.choice("dlogits", self.dlogits, DLOGITS)
-        if self.scales == "dynamic":
+        if isinstance(self.scales, str) and self.scales == "dynamic":  # an array has no truth
             return
         pair = given_scales(self.scales)
         if pair != self.scales or type(self.scales) is not tuple:

@@ -298,6 +298,8 @@ def test_fp8_is_a_value() -> None:
         (-1.0, 1.0),
         (True, 1.0),
         (torch.ones(()), 1.0),
+        torch.ones(2),
+        torch.ones(2).numpy(),
         1.0,
         None,
     ]
