@@ -439,13 +439,14 @@ void BasicReference<Real>::add_grad_hidden(std::size_t begin, std::size_t end, s
             if (problem_.between_blocks) problem_.between_blocks();
             const std::int64_t j1 = std::min(v, j0 + kWeightBlock);
             load_weight({j0, j1}, {first, last}, weight.data());
-            const std::vector<Real> exact = is_fp8(problem_.spec) ? weight : std::vector<Real>();
-            if (!exact.empty()) fp8_.to_gradient_operand(weight);
+            const bool smooths_fp8 = is_fp8(problem_.spec) && problem_.spec.label_smoothing > 0;
+            const std::vector<Real> exact = smooths_fp8 ? weight : std::vector<Real>();
+            if (is_fp8(problem_.spec)) fp8_.to_gradient_operand(weight);
             for (std::size_t r = begin; r < end; ++r) {
                 if (ignored(tokens_[r])) continue;
                 const Real* of_token = gradients.data() + (r - begin) * static_cast<std::size_t>(v);
                 std::fill(slice.begin(), slice.end(), Real(0));
-                if (!exact.empty()) add_exact_terms(tokens_[r], {j0, j1}, of_token, exact, weight, slice);
+                if (smooths_fp8) add_smoothing_terms(tokens_[r], {j0, j1}, exact, weight, slice);
                 for (std::int64_t j = j0; j < j1; ++j) add_scaled<Real>(slice.data(), of_token[j], weight.data() + (j - j0) * width, width);
                 add_scaled<Real>(grad_hidden_.data() + static_cast<std::int64_t>(r) * d + first, Real(1), slice.data(), width);
             }

@@ -141,12 +141,12 @@ private:
     [[nodiscard]] Real fp8_factor(std::int64_t token) const;
     /// With fp8: the rounded exponential of a class that is not the token's target.
     [[nodiscard]] Real fp8_exponential(std::int64_t token, const Logit& z) const;
-    /// With fp8: what label smoothing takes off the gradient of a class's logit; 0 of the target's, whose gradient has it.
+    /// With fp8: what label smoothing takes off the gradient of a class's logit.
     [[nodiscard]] Real fp8_smoothing(std::int64_t token, std::int64_t row) const;
-    /// With fp8: adds the terms that have rows of the weight as they are, `exact`, to a token's sum over `rounded` ones: the target's,
-    /// instead of that of its rounded row, and label smoothing's. `gradients`: the token's, of all classes.
-    void add_exact_terms(std::int64_t token, Range rows, const Real* gradients, const std::vector<Real>& exact,
-                         const std::vector<Real>& rounded, std::span<Real> sum) const;
+    /// With fp8: adds label smoothing's terms, which have rows of the weight as they are, `exact`, to a token's sum over `rounded` ones.
+    /// The target's is in its gradient, whose row is rounded.
+    void add_smoothing_terms(std::int64_t token, Range rows, const std::vector<Real>& exact, const std::vector<Real>& rounded,
+                             std::span<Real> sum) const;
     /// With fp8, once every token's lse is known.
     void set_fp8_factors();
     /// Loads whole rows of the weight as operands of the logits.

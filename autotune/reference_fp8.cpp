@@ -130,25 +130,23 @@ Real BasicReference<Real>::fp8_factor(std::int64_t token) const {
 
 template <class Real>
 Real BasicReference<Real>::fp8_smoothing(std::int64_t token, std::int64_t row) const {
-    if (problem_.spec.label_smoothing == 0 || problem_.target[static_cast<std::size_t>(token)] == row) return 0;
+    if (problem_.spec.label_smoothing == 0) return 0;
     return -unrounded_gradient(token, row, {}, Real(0), Real(0)) * common_slope(token);
 }
 
 template <class Real>
-void BasicReference<Real>::add_exact_terms(std::int64_t token, Range rows, const Real* gradients, const std::vector<Real>& exact,
-                                           const std::vector<Real>& rounded, std::span<Real> sum) const {
+void BasicReference<Real>::add_smoothing_terms(std::int64_t token, Range rows, const std::vector<Real>& exact,
+                                               const std::vector<Real>& rounded, std::span<Real> sum) const {
     const std::size_t width = sum.size();
     const auto add = [&](Real factor, const std::vector<Real>& block, std::int64_t row) {
         const Real* const from = block.data() + static_cast<std::size_t>(row - rows.begin) * width;
         for (std::size_t k = 0; k < width; ++k) sum[k] += factor * from[k];
     };
-    const std::int64_t y = problem_.target[static_cast<std::size_t>(token)];
-    if (y >= rows.begin && y < rows.end) {
-        add(gradients[y], exact, y);
-        add(-gradients[y], rounded, y);
+    for (std::int64_t j = rows.begin; j < rows.end; ++j) {
+        const Real smoothing = fp8_smoothing(token, j);
+        add(-smoothing, exact, j);
+        if (j == problem_.target[static_cast<std::size_t>(token)]) add(smoothing, rounded, j);
     }
-    if (problem_.spec.label_smoothing == 0) return;
-    for (std::int64_t j = rows.begin; j < rows.end; ++j) add(-fp8_smoothing(token, j), exact, j);
 }
 
 template <class Real>
@@ -172,10 +170,10 @@ template double BasicReference<double>::fp8_factor(std::int64_t) const;
 template float BasicReference<float>::fp8_factor(std::int64_t) const;
 template double BasicReference<double>::fp8_smoothing(std::int64_t, std::int64_t) const;
 template float BasicReference<float>::fp8_smoothing(std::int64_t, std::int64_t) const;
-template void BasicReference<double>::add_exact_terms(std::int64_t, Range, const double*, const std::vector<double>&,
-                                                      const std::vector<double>&, std::span<double>) const;
-template void BasicReference<float>::add_exact_terms(std::int64_t, Range, const float*, const std::vector<float>&,
-                                                     const std::vector<float>&, std::span<float>) const;
+template void BasicReference<double>::add_smoothing_terms(std::int64_t, Range, const std::vector<double>&, const std::vector<double>&,
+                                                          std::span<double>) const;
+template void BasicReference<float>::add_smoothing_terms(std::int64_t, Range, const std::vector<float>&, const std::vector<float>&,
+                                                         std::span<float>) const;
 template double BasicReference<double>::fp8_exponential(std::int64_t, const Logit&) const;
 template float BasicReference<float>::fp8_exponential(std::int64_t, const Logit&) const;
 template void BasicReference<double>::load_logit_weight(Range, double*) const;

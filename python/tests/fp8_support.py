@@ -106,7 +106,7 @@ def truth_of(
     narrow_weight, weight_unit = to_e4m3_range(weight.double())
     narrow_hidden, hidden_unit = to_e4m3_range(hidden[valid].double() * r[:, None])
     grad_hidden = torch.zeros(hidden.shape, dtype=torch.float64)
-    grad_hidden[rows] = r[:, None] * (exponentials @ narrow_weight) * weight_unit + of_target[:, None] * weight[y].double()
+    grad_hidden[rows] = r[:, None] * (exponentials @ narrow_weight) * weight_unit + of_target[:, None] * narrow_weight[y] * weight_unit
     grad_hidden[rows] -= smoothing * gain * (weights @ weight.double())
     grad_weight = exponentials.T @ narrow_hidden * hidden_unit
     grad_weight.index_add_(0, y, of_target[:, None] * hidden[valid].double())

@@ -271,12 +271,7 @@ private:
                       .dequantized = slot.dequantized};
         }
         if (is_fp8(spec_)) {
-            const float factor = fp8::power_of_two(fp8_->weight_power());
-            weight = {.pack = code_.pack_weight_grad,
-                      .first_class = s.vocab,
-                      .dequantized = slot.dequantized,
-                      .rounded = Fp8Numbers(spec_.dtype, call_.pointer(Slot::weight), spec_.hidden_size, Fp8Numbers::Rounding::e4m3,
-                                            nullptr, factor)};
+            weight = {.pack = code_.pack_weight_grad, .first_class = s.vocab, .dequantized = slot.dequantized, .rounded = fp8_->weight()};
         }
         const std::int64_t d = spec_.hidden_size;
         const std::int64_t offset = (s.token + range.row) * d + range.column;

@@ -1,6 +1,7 @@
 #include "runtime/cpu/fp8_gradients.hpp"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <utility>
 
@@ -70,6 +71,11 @@ Fp8Row Fp8Gradients::row(const GradRow& row) const {
     return {factor, std::max(row.target, GradRow::kElsewhere), 0.F, smoothing_of(row)};
 }
 
+Fp8Numbers Fp8Gradients::weight() const {
+    const float factor = fp8::power_of_two(weight_power_);
+    return {spec_.dtype, call_.pointer(Slot::weight), spec_.hidden_size, Fp8Numbers::Rounding::e4m3, nullptr, factor};
+}
+
 void Fp8Gradients::round_tile(float* tile, const Fp8Step& step, const TileRange& range) const {
     for (std::int64_t i = 0; i < range.rows; ++i) {
         Fp8Row& row = step.rows[range.row + i];
@@ -102,8 +108,13 @@ void Fp8Gradients::finish_hidden(float* tile, const Fp8Step& step, const TileRan
         for (std::int64_t d = 0; d < range.columns; ++d) of_row[d] *= factor;
         if (smooths() && step.first_chunk) take(row.smoothing, weight_sum_ + range.column, range.columns, of_row);
         if (row.target < 0) continue;
-        const std::int64_t from = (step.vocab + row.target) * spec_.hidden_size + range.column;
-        add_multiple(spec_.dtype, call_.pointer(Slot::weight) + from * element_, range.columns, row.target_gradient, of_row);
+        const float of_target = row.target_gradient * fp8::power_of_two(-weight_power_);
+        std::array<float, 64> numbers{};
+        for (std::int64_t d = 0; d < range.columns; d += std::ssize(numbers)) {
+            const std::int64_t count = std::min(std::ssize(numbers), range.columns - d);
+            weight().load(step.vocab + row.target, range.column + d, count, numbers.data());
+            for (std::int64_t k = 0; k < count; ++k) of_row[d + k] += of_target * numbers[static_cast<std::size_t>(k)];
+        }
     }
 }
 

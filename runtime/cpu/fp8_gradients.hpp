@@ -27,7 +27,8 @@ public:
     /// label smoothing's sums. `row_of`: a token's row, for the first columns.
     void find_powers(const std::function<GradRow(std::int64_t)>& row_of);
     [[nodiscard]] Fp8Row row(const GradRow& row) const;
-    [[nodiscard]] int weight_power() const { return weight_power_; }  ///< m, of the weight's operands of grad_hidden
+    /// The weight as operand of grad_hidden. Targets' rows are rounded as all others: a difference would be a class's in every step.
+    [[nodiscard]] Fp8Numbers weight() const;
     [[nodiscard]] int hidden_power() const { return hidden_power_; }  ///< q, of hidden's operands of grad_weight
 
     /// Exponentials become numbers of 8 bits, and the gradients of the targets' logits go to their rows.

@@ -211,6 +211,7 @@ struct Fp8FinishParams {
     void* grad_hidden;
     int rows;
     int unused;
+    const unsigned* largest;     ///< bits of the weight's largest number
     const float* row_smoothing;  ///< row_smoothing of Fp8RowsParams
     const float* weight_sum;     ///< [D], with label smoothing
 };

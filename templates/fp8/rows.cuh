@@ -212,6 +212,9 @@ __device__ __forceinline__ void fp8_finish(const Fp8FinishParams& p) {
     const float dz = p.target_dz[row];
     const long long at = static_cast<long long>(row) * Problem::hidden_size;
     const Bf16* const weight = static_cast<const Bf16*>(p.weight) + static_cast<long long>(here ? target : 0) * Problem::hidden_size;
+    // A target's row is rounded as all others are: a difference would be a class's in every step.
+    const float factor = fp8_factor(*p.largest);
+    const float dz_of_code = dz * __frcp_rn(factor);
     for (int k = static_cast<int>(threadIdx.x) % 32 * 8; k < Problem::hidden_size; k += 256) {
         float out[8] = {};
         if (target >= 0) {
@@ -226,8 +229,8 @@ __device__ __forceinline__ void fp8_finish(const Fp8FinishParams& p) {
             if (here) ptx::ld_global_v4(w, weight + k);
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                out[2 * i] = __fmaf_rn(dz, N::first(w[i]), sums[2 * i]);
-                out[2 * i + 1] = __fmaf_rn(dz, N::second(w[i]), sums[2 * i + 1]);
+                out[2 * i] = __fmaf_rn(dz_of_code, fp8::rounded_to_e4m3(N::first(w[i]) * factor), sums[2 * i]);
+                out[2 * i + 1] = __fmaf_rn(dz_of_code, fp8::rounded_to_e4m3(N::second(w[i]) * factor), sums[2 * i + 1]);
             }
         }
         store_eight(static_cast<GradHiddenOf<Problem>*>(p.grad_hidden) + at + k, out);

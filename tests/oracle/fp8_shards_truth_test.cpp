@@ -118,14 +118,16 @@ private:
         for (std::int64_t k = 0; k < depth_; ++k) {
             const double h = problem_.hidden[i * depth_ + k];
             const double h8 = std::ldexp(nearest(kE4m3, std::ldexp(h * row.r, q)), -q);
+            const auto weight = [&](std::int64_t row_of_weight) {
+                return std::ldexp(nearest(kE4m3, std::ldexp(problem_.weight[row_of_weight * depth_ + k], m)), -m);
+            };
             double sum = 0;
             for (std::int64_t j = 0; j < shard.classes; ++j) {
-                const double w = problem_.weight[(shard.start + j) * depth_ + k];
-                sum += row.e[j] * std::ldexp(nearest(kE4m3, std::ldexp(w, m)), -m);
+                sum += row.e[j] * weight(shard.start + j);
                 grad_weight[j * depth_ + k] += row.e[j] * h8;
             }
             if (has_target(shard, i)) grad_weight[(y - shard.start) * depth_ + k] += dz * h;
-            const double part = row.r * sum + dz * double(problem_.weight[y * depth_ + k]);
+            const double part = row.r * sum + dz * weight(y);
             out.grad_hidden[i * depth_ + k] += rounded(static_cast<float>(part), DType::bf16);
         }
     }

@@ -297,7 +297,7 @@ private:
             ties += row.e_ties[j] * row.e_ties[j] * w * w;
         }
         const bool has_label = shard_of_[row.label] == s;
-        const double own = has_label ? double(layer_.weight[row.label * spec_.hidden_size + k]) : 0;
+        const double own = has_label ? unit * narrow_[row.label * spec_.hidden_size + k] : 0;
         const double part = row.r * unit * sum + (has_label ? row.label_gradient * own : 0) - row.s * smoothing.value;
         const double limit = std::fabs(row.r) * unit * (doubts + summing(shard.classes) * sizes) + row.r_error * unit * sizes +
                              (has_label ? row.label_error * std::fabs(own) + 4 * kU * std::fabs(row.label_gradient * own) : 0) +

@@ -297,6 +297,7 @@ Statement finish_step(const BackwardPassFp8& pass) {
     LaunchBuilder<Params> launch(pass.source.kernel(KernelRole::fp8_finish), warps_grid(pass.tokens()));
     launch.set(&Params::sum, workspace_at(layout.sum))
         .set(&Params::weight, slot(Slot::weight))
+        .set(&Params::largest, pass.weight_largest)
         .set(&Params::row_targets, workspace_at(layout.row_targets))
         .set(&Params::target_dz, workspace_at(layout.target_dz))
         .set(&Params::grad_hidden, slot(Slot::grad_hidden))
