@@ -128,6 +128,27 @@ def test_other_scales_compile_nothing(device: str) -> None:
     assert flce.cache_statistics()["compiled"] == before
 
 
+def test_small_terms_beside_a_large_one_are_in_sums(device: str) -> None:
+    """4095 tokens have a probability of 5e-5 for a class that a first token is sure of, and 8190 classes one of 2e-5 beside a likely class.
+    Tensor cores cut off what lies 13 bits below a sum: of a single one a sixth would be missing."""
+    hidden = torch.zeros(4096, HIDDEN)
+    weight = torch.zeros(512, HIDDEN)
+    hidden[:, 0] = hidden[0, 1] = hidden[1:, 2] = 1
+    weight[5, 1], weight[1, 2] = 12, 10  # logits of class 5 for the first token, and of class 1, the target, for the others
+    large_token = (hidden, weight, torch.ones(4096, dtype=torch.int64), 5)
+    hidden, weight = torch.zeros(128, HIDDEN), torch.zeros(8192, HIDDEN)
+    hidden[:, 1] = weight[:, 0] = 1
+    weight[0, 1], weight[7] = 10.5, 0
+    large_class = (hidden, weight, torch.full((128,), 7), 0)
+    for at, (h, w, target, row) in enumerate((large_token, large_class)):
+        operands = h.to(device, torch.bfloat16).requires_grad_(), nn.Parameter(w.to(device, torch.bfloat16))
+        expected = truth_of(*operands, target, flce.Fp8())
+        flce.linear_cross_entropy(*operands, target.to(device), fp8=flce.Fp8()).backward()
+        got, whole = ((operands[1].grad, expected.grad_weight), (operands[0].grad, expected.grad_hidden))[at]
+        assert got is not None
+        assert abs(float(got[row, 0]) / float(whole[row, 0]) - 1) < 0.03, at
+
+
 @pytest.mark.gpu
 def test_kernels_without_wgmma_have_the_numbers_of_the_definition() -> None:
     if torch.cuda.get_device_capability() < (8, 9):

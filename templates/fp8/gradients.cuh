@@ -1,5 +1,4 @@
-// grad_hidden and grad_weight from exponentials in 8 bits: plain products with one sum, of which one result after the other leaves through
-// panels.
+// grad_hidden and grad_weight from exponentials in 8 bits: plain products, of which one result after the other leaves through panels.
 #pragma once
 
 #include "flce/fp8/formats.cuh"
@@ -41,9 +40,7 @@ struct GradientFp8 {
           loop(dynamic_smem, kBarriersAt),
           walk(params.m, params.n),
           panels(loop.smem + kPanelsAt, loop.place),
-          slices(ceil_div(params.k, Mainloop::kDepth)) {
-        static_assert(Mainloop::kPiecesA == 1, "a consumer has 64 rows");
-    }
+          slices(ceil_div(params.k, Mainloop::kDepth)) {}
 
     __device__ __forceinline__ void run() {
         const unsigned clusters = gridDim.x / TileT::kCluster;
@@ -72,8 +69,7 @@ private:
             }
         }
         typename Mainloop::Accumulators c;
-        Mainloop::clear(c);
-        loop.template consume_at<kHidden>(c, walk.n, slices);
+        loop.template consume_in_parts<kHidden>(c, walk.n, slices);
         scale_gradient(p, loop.place, walk.m, factor, c);
         take_smoothing<Problem>(p, loop.place, walk.m, walk.n, c);
 #pragma unroll

@@ -15,6 +15,8 @@ struct MainloopFp8 : RingSm90<TileT> {
     enum : int { kPiecesA = TileT::kConsumerM / 64 };
     enum : int { kColumnPieces = TileT::kBlockN / 8 };
     enum : int { kDepth = 128 };
+    enum : int { kPartSlices = 2 };
+    enum : int { kPieceColumns = 128 };
     using Sum = Select<kCodes == CodesFp8::s8_s8, int, float>;
     using Accumulators = Sum[kPiecesA][kColumnPieces][4];
     using Ring::empty;
@@ -44,21 +46,7 @@ struct MainloopFp8 : RingSm90<TileT> {
         }
     }
 
-    /// A consumer: c = all slices of its next tile, of which the result has kExtent columns and the tile those from `n` on. Where few are
-    /// left of them, fewer are multiplied.
-    template <int kExtent>
-    __device__ __forceinline__ void consume_at(Accumulators& c, int n, int slices) {
-        constexpr int kTail = ceil_div(kExtent % TileT::kBlockN, 64) * 64;
-        if constexpr (kTail > 0 && kTail < TileT::kBlockN) {
-            if (n + TileT::kBlockN > kExtent) {
-                consume<kTail>(c, slices);
-                return;
-            }
-        }
-        consume(c, slices);
-    }
-
-    template <int kColumns = TileT::kBlockN>
+    /// A consumer: c = all slices of its next tile.
     __device__ __forceinline__ void consume(Accumulators& c, int slices) {
         if constexpr (TileT::kTurns) {
             ptx::mbarrier_wait_parity(turn(place.consumer), turn_parity);
@@ -71,7 +59,7 @@ struct MainloopFp8 : RingSm90<TileT> {
         do {
             ptx::mbarrier_wait_parity(full(position.stage), position.parity);
             ptx::wgmma_fence();
-            multiply<kColumns>(c);
+            multiply(c, position.stage, 0, 1);
             ptx::wgmma_commit_group();
             if (TileT::kTurns && slice + 1 == slices && place.lane == 0) ptx::mbarrier_arrive(turn(place.consumer ^ 1));
             ptx::wgmma_wait_group<1>();
@@ -81,6 +69,24 @@ struct MainloopFp8 : RingSm90<TileT> {
         } while (++slice < slices);
         ptx::wgmma_wait_group<0>();
         release(previous);
+    }
+
+    /// A consumer: c = all slices of its next tile, whose columns from `n` on are those of a result with kExtent columns; where few are left
+    /// of them, fewer are multiplied. Parts of kPartSlices slices are added up in fp32, because tensor cores cut off what lies 13 bits below
+    /// a sum: of many small products beside a large one nothing would be left. The second consumer's first part is shorter, so that one
+    /// consumer multiplies while the other one adds.
+    template <int kExtent>
+    __device__ __forceinline__ void consume_in_parts(Accumulators& c, int n, int slices) {
+        static_assert(kPiecesA == 1 && !TileT::kTurns, "a consumer has 64 rows, and a slice is there for both consumers");
+        clear(c);
+        constexpr int kTail = ceil_div(kExtent % TileT::kBlockN, 64) * 64;
+        if constexpr (kTail > 0 && kTail < TileT::kBlockN) {
+            if (n + TileT::kBlockN > kExtent) {
+                add_parts<kTail>(c, slices);
+                return;
+            }
+        }
+        add_parts<TileT::kBlockN>(c, slices);
     }
 
     static __device__ __forceinline__ void clear(Accumulators& c) {
@@ -103,19 +109,57 @@ private:
     }
 
     template <int kColumns>
-    __device__ __forceinline__ void multiply(Accumulators& c) const {
-        const unsigned stage = smem + static_cast<unsigned>(position.stage) * TileT::kStageBytes;
+    __device__ __forceinline__ void add_parts(Accumulators& c, int slices) {
+        constexpr int kFirstPiece = kColumns < kPieceColumns ? kColumns : kPieceColumns;
+        int slice = 0;
+        int end = min(kPartSlices >> place.consumer, slices);
+        // There is a slice.
+#pragma unroll 1
+        for (;;) {
+            add_piece<0, kFirstPiece>(c, position, end - slice);
+            if constexpr (kColumns > kFirstPiece) add_piece<kFirstPiece, kColumns - kFirstPiece>(c, position, end - slice);
+            for (; slice < end; ++slice, position.advance()) release(position.stage);
+            if (slice == slices) return;
+            end = min(end + kPartSlices, slices);
+        }
+    }
+
+    /// Adds the products of `count` slices to columns [kFirst, kFirst + kColumns): registers beside c have room for one piece's sums.
+    template <int kFirst, int kColumns>
+    __device__ __forceinline__ void add_piece(Accumulators& c, RingPosition<TileT::kStages> at, int count) const {
+        Sum sums[1][kColumns / 8][4];
+        int keep = 0;
+#pragma unroll 1
+        do {
+            if constexpr (kFirst == 0) ptx::mbarrier_wait_parity(full(at.stage), at.parity);
+            ptx::wgmma_fence();
+            multiply(sums, at.stage, kFirst, keep);
+            ptx::wgmma_commit_group();
+            keep = 1;
+            at.advance();
+        } while (--count > 0);
+        ptx::wgmma_wait_group<0>();
+#pragma unroll
+        for (int j = 0; j < kColumns / 8; ++j)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) c[0][kFirst / 8 + j][e] += sums[0][j][e];
+    }
+
+    /// The products of the slice at hand with B's columns from `first_column` on, added to sums; `keep` 0: in their place.
+    template <int kPieces>
+    __device__ __forceinline__ void multiply(Sum (&sums)[kPiecesA][kPieces][4], int number, int first_column, int keep) const {
+        const unsigned stage = smem + static_cast<unsigned>(number) * TileT::kStageBytes;
         const int first_row = place.first_row();
 #pragma unroll
         for (int step = 0; step < kDepth / 32; ++step) {
-            const unsigned long long b = SliceB::descriptor(stage + SliceA::kBytes, 0, step);
+            const unsigned long long b = SliceB::descriptor(stage + SliceA::kBytes, first_column, step);
+            const int kept = step > 0 ? 1 : keep;
 #pragma unroll
             for (int i = 0; i < kPiecesA; ++i) {
                 const unsigned long long a = SliceA::descriptor(stage, first_row + i * 64, step);
-                auto& piece = reinterpret_cast<Sum(&)[kColumns / 8][4]>(c[i]);
-                if constexpr (kCodes == CodesFp8::s8_s8) ptx::wgmma_s8_s8(piece, a, b, 1);
-                if constexpr (kCodes == CodesFp8::e4m3_e4m3) ptx::wgmma_e4m3_e4m3(piece, a, b, 1);
-                if constexpr (kCodes == CodesFp8::e5m2_e4m3) ptx::wgmma_e5m2_e4m3(piece, a, b, 1);
+                if constexpr (kCodes == CodesFp8::s8_s8) ptx::wgmma_s8_s8(sums[i], a, b, kept);
+                if constexpr (kCodes == CodesFp8::e4m3_e4m3) ptx::wgmma_e4m3_e4m3(sums[i], a, b, kept);
+                if constexpr (kCodes == CodesFp8::e5m2_e4m3) ptx::wgmma_e5m2_e4m3(sums[i], a, b, kept);
             }
         }
     }

@@ -24,7 +24,7 @@ struct PairMma8 {
 /// result[m, n] = factor · row_factors[m] · Σ_k A[m, k]·B[n, k], n being hidden dimensions.
 template <class Problem, class TileT, class Out, class Params = Fp8GradientMmaParams>
 struct GradientMma8 {
-    using Mainloop = MainloopMma8<TileT, gradient_codes<Problem>()>;
+    using Mainloop = MainloopMma8<TileT, gradient_codes<Problem>(), true>;
     enum : int { kSmemBytes = TileT::kSmemBytes };
     enum : int { kThreads = TileT::kThreads };
     enum : int { kHidden = Problem::hidden_size };

@@ -7,7 +7,7 @@
 namespace flce {
 
 template <class Problem, class TileT>
-using LogitsMainloopMma8 = MainloopMma8<TileT, logits_codes<Problem>()>;
+using LogitsMainloopMma8 = MainloopMma8<TileT, logits_codes<Problem>(), false>;
 
 /// Blocks are persistent. A group of warps works on its columns of a tile like on a tile of its own, for which it has partial sums.
 template <class Problem, class TileT>

@@ -88,13 +88,16 @@ __device__ __forceinline__ void load_slice_mma8(const PlainMatrix& matrix, int f
     }
 }
 
-template <class TileT, CodesFp8 kCodes>
+/// kBySteps: every step's product is added in fp32, because tensor cores cut off what lies 13 bits below a sum (numerics.md).
+template <class TileT, CodesFp8 kCodes, bool kBySteps>
 struct MainloopMma8 {
     enum : int { kPiecesA = TileT::kBlockM / 64 };
     enum : int { kColumnPieces = TileT::kGroupN / 8 };
     enum : int { kPairs = kColumnPieces / 2 };  // pairs of pieces of B, which one ldmatrix brings
-    enum : int { kParts = 2 };                  // parts of the columns: fragments of all of them, twice, would not fit into registers
+    // Parts of the columns: fragments of all of them, twice, would not fit into registers beside sums and products.
+    enum : int { kParts = kBySteps ? 4 : 2 };
     static_assert(kPairs % kParts == 0);
+    enum : int { kTurns = SliceMma8::kSteps * kParts };  // turns of a slice
     using Sum = Select<kCodes == CodesFp8::s8_s8, int, float>;
     using Accumulators = Sum[kPiecesA][kColumnPieces][4];
 
@@ -136,18 +139,12 @@ struct MainloopMma8 {
         read_b(0, 0, b_parts[0]);
 #pragma unroll 1
         for (int slice = 0; slice < slices; ++slice) {
+            if constexpr (kBySteps) {  // half of the turns at a time: registers do not suffice for all
+#pragma unroll kTurns / 2
+                for (int turn = 0; turn < kTurns; ++turn) take_turn(turn, c, a_parts, b_parts);
+            } else {
 #pragma unroll
-            for (int turn = 0; turn < SliceMma8::kSteps * kParts; ++turn) {
-                const int next = (turn + 1) % (SliceMma8::kSteps * kParts);
-                if (next == 0) {
-                    // The barrier also says that everyone has read this slice, over which the next copies will write.
-                    advance(read_stage);
-                    arrive();
-                }
-                if (next % kParts == 0) read_a(next / kParts, a_parts[next / kParts % 2]);
-                read_b(next / kParts, next % kParts, b_parts[next % 2]);
-                if (turn == 0) produce();
-                multiply(c, turn % kParts, a_parts[turn / kParts % 2], b_parts[turn % 2]);
+                for (int turn = 0; turn < kTurns; ++turn) take_turn(turn, c, a_parts, b_parts);
             }
         }
         ptx::cp_async_wait_group<0>();
@@ -166,6 +163,20 @@ struct MainloopMma8 {
 private:
     using FragmentsA = unsigned[kPiecesA][4];
     using FragmentsB = unsigned[kPairs / kParts][4];
+
+    /// Multiplies a part of the columns, and reads what the next turn has.
+    __device__ __forceinline__ void take_turn(int turn, Accumulators& c, FragmentsA (&a_parts)[2], FragmentsB (&b_parts)[2]) {
+        const int next = (turn + 1) % kTurns;
+        if (next == 0) {
+            // The barrier also says that everyone has read this slice, over which the next copies will write.
+            advance(read_stage);
+            arrive();
+        }
+        if (next % kParts == 0) read_a(next / kParts, a_parts[next / kParts % 2]);
+        read_b(next / kParts, next % kParts, b_parts[next % 2]);
+        if (turn == 0) produce();
+        multiply(c, turn % kParts, a_parts[turn / kParts % 2], b_parts[turn % 2]);
+    }
 
     static __device__ __forceinline__ void advance(unsigned& stage) {
         stage = stage == TileT::kSmemBytes - TileT::kStageBytes ? 0u : stage + TileT::kStageBytes;
@@ -202,11 +213,21 @@ private:
                 const unsigned b0 = b[of / 2][of % 2 * 2];
                 const unsigned b1 = b[of / 2][of % 2 * 2 + 1];
                 auto& sum = c[i][part * kPieces + of];
-                if constexpr (kCodes == CodesFp8::s8_s8) ptx::mma_m16n8k32_s8_s8(sum, a[i], b0, b1);
-                if constexpr (kCodes == CodesFp8::e4m3_e4m3) ptx::mma_m16n8k32_e4m3_e4m3(sum, a[i], b0, b1);
-                if constexpr (kCodes == CodesFp8::e5m2_e4m3) ptx::mma_m16n8k32_e5m2_e4m3(sum, a[i], b0, b1);
+                if constexpr (kBySteps) {
+                    Sum product[4] = {};
+                    add(product, a[i], b0, b1);
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) sum[e] += product[e];
+                } else {
+                    add(sum, a[i], b0, b1);
+                }
             }
         }
+    }
+    static __device__ __forceinline__ void add(Sum (&sum)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+        if constexpr (kCodes == CodesFp8::s8_s8) ptx::mma_m16n8k32_s8_s8(sum, a, b0, b1);
+        if constexpr (kCodes == CodesFp8::e4m3_e4m3) ptx::mma_m16n8k32_e4m3_e4m3(sum, a, b0, b1);
+        if constexpr (kCodes == CodesFp8::e5m2_e4m3) ptx::mma_m16n8k32_e5m2_e4m3(sum, a, b0, b1);
     }
 };
 

@@ -269,8 +269,14 @@ private:
     }
 
     [[nodiscard]] double summing(std::int64_t length) const { return tolerance_.sum_roundoff * (8 + 3 * std::sqrt(double(length))); }
+    [[nodiscard]] double summing_gradient(std::int64_t length) const { return summing(std::min(length, tolerance_.longest_sum)); }
     [[nodiscard]] double storing(double value, DType dtype) const {
-        return tolerance_.store_roundings * (1.01 * unit_roundoff(dtype) * std::fabs(value) + underflow_error(dtype));
+        return 1.01 * unit_roundoff(dtype) * std::fabs(value) + underflow_error(dtype);
+    }
+    /// Error of storing a gradient of the weight that is `limit` off already. `own`: its targets' terms.
+    [[nodiscard]] double storing_weight(double value, double own, double limit) const {
+        const double error = storing(std::fabs(value) + limit, spec_.grad_weight_dtype);
+        return tolerance_.stores_twice ? error + storing(std::fabs(value - own) + limit, spec_.grad_weight_dtype) : error;
     }
 
     void set_grad_hidden(std::int64_t i) {
@@ -299,7 +305,7 @@ private:
         const bool has_label = shard_of_[row.label] == s;
         const double own = has_label ? unit * narrow_[row.label * spec_.hidden_size + k] : 0;
         const double part = row.r * unit * sum + (has_label ? row.label_gradient * own : 0) - row.s * smoothing.value;
-        const double limit = std::fabs(row.r) * unit * (doubts + summing(shard.classes) * sizes) + row.r_error * unit * sizes +
+        const double limit = std::fabs(row.r) * unit * (doubts + summing_gradient(shard.classes) * sizes) + row.r_error * unit * sizes +
                              (has_label ? row.label_error * std::fabs(own) + 4 * kU * std::fabs(row.label_gradient * own) : 0) +
                              std::fabs(row.s) * smoothing.error(shard.classes);
         const std::int64_t at = i * spec_.hidden_size + k;
@@ -338,15 +344,16 @@ private:
             const double c = layer_.class_weight_of(j);
             out_.grad_weight[at] = unit * sum + own - c * smoothing.value;
             const double old = problem_.old_grad_weight.empty() ? 0 : double(problem_.old_grad_weight[at]);
-            const double limit = unit * (doubts + summing(std::ssize(rows_)) * sizes) + own_error +
+            const double limit = unit * (doubts + summing_gradient(std::ssize(rows_)) * sizes) + own_error +
                                  4 * kU * (std::fabs(own) + std::fabs(old)) + c * smoothing.error(std::ssize(rows_));
-            out_.weight_limit[at] = limit + storing(std::fabs(out_.grad_weight[at]) + std::fabs(old) + limit, spec_.grad_weight_dtype);
+            out_.weight_limit[at] = limit + storing_weight(out_.grad_weight[at], own, std::fabs(old) + limit);
             if (std::isfinite(out_.grad_weight[at])) out_.weight_ties += unit * unit * ties;
         }
     }
 
     void add_grad_bias(std::int64_t j) {
         double sum = 0;
+        double of_targets = 0;
         double limit = 0;
         for (const Row& row : rows_) {
             if (!row.valid) continue;
@@ -354,6 +361,7 @@ private:
             const double taken = row.s * layer_.class_weight_of(j);
             const double part = (own ? row.label_gradient : row.r * row.e[j]) - taken;
             sum += part;
+            if (own) of_targets += row.label_gradient;
             limit += (own ? row.label_error : std::fabs(row.r) * row.e_doubt[j] + row.r_error * row.e[j]) +
                      kU * (40 + 3 * std::sqrt(double(rows_.size()))) * std::fabs(taken) +
                      kU * (8 + 3 * std::sqrt(double(rows_.size()))) * std::fabs(part);
@@ -361,7 +369,7 @@ private:
         }
         const double old = problem_.old_grad_bias.empty() ? 0 : double(problem_.old_grad_bias[j]);
         out_.grad_bias.push_back(sum);
-        out_.bias_limit.push_back(limit + storing(std::fabs(sum) + std::fabs(old) + limit, spec_.grad_weight_dtype));
+        out_.bias_limit.push_back(limit + storing_weight(sum, of_targets, std::fabs(old) + limit));
     }
 
     const Problem& problem_;
@@ -389,7 +397,7 @@ private:
 
 Fp8Tolerance fp8_tolerance(bool on_gpu) {
     // Exponentials above a row's reference, and sums of FP8 products in tensor cores: docs/numerics.md.
-    if (on_gpu) return {.octaves = 12, .sum_roundoff = 0x1p-13, .store_roundings = 2};
+    if (on_gpu) return {.octaves = 12, .sum_roundoff = 0x1p-13, .longest_sum = 256, .stores_twice = true};
     return {};
 }
 

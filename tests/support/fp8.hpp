@@ -1,6 +1,7 @@
 // The truth of an FP8 head: its numbers of 8 bits by definition, everything else in fp64. Shares nothing with the library.
 #pragma once
 
+#include <cstdint>
 #include <string>
 #include <vector>
 
@@ -13,8 +14,9 @@ struct Fp8Tolerance {
     /// Octaves by which a row's exponentials may lie lower than those whose sum is known, and a token's hidden states times its factor than
     /// the truth's: what is subnormal then has larger roundings.
     int octaves = 0;
-    double sum_roundoff = 0x1p-24;  ///< error of one addition to a sum of products of 8 bits, relative to the sum so far
-    int store_roundings = 1;        ///< roundings of a gradient to its dtype
+    double sum_roundoff = 0x1p-24;         ///< error of one addition to a sum of products of 8 bits, relative to the sum so far
+    std::int64_t longest_sum = INT64_MAX;  ///< terms of a gradient that are added with sum_roundoff, at most
+    bool stores_twice = false;  ///< whether the weight's gradients are rounded to their dtype before the targets' terms are added, too
     [[nodiscard]] bool cuts_off() const { return sum_roundoff > 0x1p-24; }
 };
 [[nodiscard]] Fp8Tolerance fp8_tolerance(bool on_gpu);
