@@ -224,9 +224,6 @@ void check_fp8(const Spec& s) {
                "0 with fp8 and a softcap, under which its gradient is no product of a number of the token and one of the class; leave "
                "fp8, the softcap or label_smoothing out");
     }
-    if (s.label_smoothing != 0.0 && is_shard(s)) {
-        refuse("label_smoothing", s.label_smoothing, "0 with fp8 and a whole_vocab_size (process_group); leave fp8 or label_smoothing out");
-    }
     if (s.class_groups) refuse("class_groups", true, without("false"));
     if (s.batch_invariant) refuse("batch_invariant", true, without("false"));
     if (s.outputs.entropy) refuse("outputs", "entropy", without("other outputs, whose gradients are multiples of probabilities,"));

@@ -160,7 +160,7 @@ def linear_cross_entropy(hidden: Any, weight: _Head, target: Any, **options: Any
             gradient from above is the same, have the same bits for every number of rows, every place of the row among them, and all
             contents of the others. On a CPU and, with bf16, on a Hopper GPU; elsewhere a PlanError. On a GPU nothing is left to backward,
             which computes logits again.
-        fp8: a flce.Fp8: products of numbers in 8 bits, which take about half of the time on a Hopper GPU and change gradients by some
+        fp8: a flce.Fp8: products of numbers in 8 bits, which take about 0.6 of the time on a Hopper GPU and change gradients by some
             percent (docs/python.md). Also on GPUs of sm_89, sm_120 and sm_121, and on a CPU. Not with weight_scale, an fp32 weight beside
             16-bit hidden states, the view `w.t()`, batch_invariant, return_entropy, or label_smoothing under a softcap or with
             process_group: an error says so.

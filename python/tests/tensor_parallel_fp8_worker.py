@@ -25,6 +25,7 @@ BOUND = {torch.float32: 5e-4, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 # A GPU's sums of logits in e4m3 are cut off at 2^-13, and codes follow (docs/numerics.md).
 CUT_OFF = 2e-2
 OPTIONS: dict[str, Any] = {"softcap": 3.0, "temperature": 1.3, "z_loss": 1e-2}
+SMOOTHED: dict[str, Any] = {"label_smoothing": 0.2, "temperature": 1.3, "logit_scale": -0.5}
 
 
 def on_gpu() -> bool:
@@ -66,15 +67,15 @@ def forms(fp8: flce.Fp8, dtype: torch.dtype) -> None:
     check(layer, loss, hidden, shard, defined(layer, layer.target, fp8), fp8)
 
 
-def options(sequence: bool, reduce_dtype: torch.dtype | None) -> None:
+def options(sequence: bool, reduce_dtype: torch.dtype | None, given: dict[str, Any]) -> None:
     layer, fp8 = Layer(torch.bfloat16), flce.Fp8()
     bias, class_weight = layer.bias, layer.class_weight
-    expected = defined(layer, layer.target, fp8, bias=bias, class_weight=class_weight, **OPTIONS)
+    expected = defined(layer, layer.target, fp8, bias=bias, class_weight=class_weight, **given)
     hidden = leaf(layer.my_tokens(layer.hidden) if sequence else layer.hidden)
     shard, mine = leaf(layer.mine(layer.weight)), leaf(layer.mine(bias))
     over = {"process_group": layer.group, "sequence_parallel": sequence, "reduce_dtype": reduce_dtype}
     of_classes = {"bias": mine, "class_weight": layer.mine(class_weight)}
-    loss = flce.linear_cross_entropy(hidden, shard, layer.target, fp8=fp8, **OPTIONS, **of_classes, **over)
+    loss = flce.linear_cross_entropy(hidden, shard, layer.target, fp8=fp8, **given, **of_classes, **over)
     check(layer, loss, hidden, shard, expected, fp8, sequence=sequence)
     assert error(mine.grad, layer.mine(expected.grad_bias)) < bound(torch.bfloat16)  # type: ignore[arg-type]
 
@@ -200,14 +201,15 @@ def refused(given: dict[str, Any], message: str) -> None:
 CASES: list[tuple[Any, ...]] = [
     *((forms, fp8, torch.bfloat16) for fp8 in FORMS),
     *((forms, fp8, torch.bfloat16 if on_gpu() else dtype) for fp8, dtype in ((FORMS[0], torch.float32), (FORMS[3], torch.float16))),
-    *((options, sequence, dtype) for sequence in (False, True) for dtype in (None, torch.float32)),
+    *((options, sequence, dtype, OPTIONS) for sequence in (False, True) for dtype in (None, torch.float32)),
+    *((options, sequence, None, SMOOTHED) for sequence in (False, True)),
     (logprobs,),
     *((limited, limit) for limit in (16 << 20, 64 << 20)),
     (dtensors,),
     *((ways, way) for way in (by_loss, by_head, checkpointed, compiled)),
     (gradients_are_added,),
     *((ranks_without_classes, rows) for rows in ("none", "padding")),
-    *((refused, {name: value}, name) for name, value in (("label_smoothing", 0.1), ("batch_invariant", True))),
+    (refused, {"batch_invariant": True}, "batch_invariant"),
     (refused, {"return_entropy": True}, "entropy"),
 ]
 

@@ -353,8 +353,6 @@ def test_losses_and_heads_refuse_when_they_are_made() -> None:
             flce.FusedLMHead(HIDDEN, CLASSES, **{"fp8": flce.Fp8(), **options})
         with pytest.raises(kind, match=message):
             flce.LinearCrossEntropyLoss(nn.Linear(HIDDEN, CLASSES), shift=0, **{"fp8": flce.Fp8(), **options})
-    with pytest.raises(errors.SpecError, match="with fp8 and process_group: leave label_smoothing or fp8 out"):
-        flce.FusedLMHead(HIDDEN, CLASSES, fp8=flce.Fp8(), label_smoothing=0.1, process_group=object())
     head = flce.FusedLMHead(HIDDEN, CLASSES, fp8=flce.Fp8())
     with pytest.raises(errors.SpecError, match="return_entropy is True with fp8"):
         head(torch.randn(3, HIDDEN), labels=torch.zeros(3, dtype=torch.int64), return_entropy=True)

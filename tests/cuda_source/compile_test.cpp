@@ -324,29 +324,30 @@ INSTANTIATE_TEST_SUITE_P(
 
 INSTANTIATE_TEST_SUITE_P(
     Fp8, CudaOptionsCompile,
-    testing::Combine(testing::Values("sm_90a"),
-                     testing::Values(Variant{"Plain", "D=2048,V=151936,fp8", false, Level::quick},
-                                     Variant{"Added", "D=2560,V=50257,fp8,tied,grad_weight_dtype=fp32", false, Level::nightly},
-                                     Variant{"E4m3", "D=200,V=1001,fp8=e4m3,fp8_dlogits=e4m3,grad_weight_mode=accumulate", false},
-                                     Variant{"Scales", "D=2048,V=50257,fp8=e4m3,fp8_hidden_scale=0.22,fp8_weight_scale=0.0036", true},
-                                     Variant{"Smoothed", "D=2048,V=50257,fp8,label_smoothing=0.1", false},
-                                     Variant{"SmoothedAdded",
-                                             "D=2560,V=50257,fp8,tied,class_weight,bias,label_smoothing=0.1,temperature,logit_scale=0.5",
-                                             false, Level::nightly},
-                                     Variant{"Bias", "D=2048,V=50257,fp8,bias", true},
-                                     Variant{"Temperature", "D=2048,V=50257,fp8,temperature,logit_scale=0.5", true, Level::nightly},
-                                     Variant{"Offset", "D=2048,V=50257,fp8,class_offset", true, Level::nightly},
-                                     Variant{"BiasOffset", "D=2048,V=50257,fp8,bias,class_offset,temperature,logit_scale=0.5", true,
-                                             Level::nightly},
-                                     Variant{"Shard", "D=2048,V=75968,whole_vocab_size=151936,fp8", false, Level::quick},
-                                     Variant{"ShardInFp32",
-                                             "D=200,V=1001,whole_vocab_size=2001,fp8=e4m3,fp8_dlogits=e4m3,bias,class_weight,class_offset,"
-                                             "temperature,grad_hidden_dtype=fp32,outputs=loss+lse+logprobs",
-                                             true},
-                                     Variant{"Everything",
-                                             "D=200,V=1001,fp8,bias,class_weight,z_loss=0.001,softcap=30,logit_scale=0.5,temperature,"
-                                             "token_weight,grad_weight_mode=accumulate,outputs=loss+lse+logprobs",
-                                             false, Level::quick})),
+    testing::Combine(
+        testing::Values("sm_90a"),
+        testing::Values(Variant{"Plain", "D=2048,V=151936,fp8", false, Level::quick},
+                        Variant{"Added", "D=2560,V=50257,fp8,tied,grad_weight_dtype=fp32", false, Level::nightly},
+                        Variant{"E4m3", "D=200,V=1001,fp8=e4m3,fp8_dlogits=e4m3,grad_weight_mode=accumulate", false},
+                        Variant{"Scales", "D=2048,V=50257,fp8=e4m3,fp8_hidden_scale=0.22,fp8_weight_scale=0.0036", true},
+                        Variant{"Smoothed", "D=2048,V=50257,fp8,label_smoothing=0.1", false},
+                        Variant{"SmoothedAdded",
+                                "D=2560,V=50257,fp8,tied,class_weight,bias,label_smoothing=0.1,temperature,logit_scale=0.5", false,
+                                Level::nightly},
+                        Variant{"Bias", "D=2048,V=50257,fp8,bias", true},
+                        Variant{"Temperature", "D=2048,V=50257,fp8,temperature,logit_scale=0.5", true, Level::nightly},
+                        Variant{"Offset", "D=2048,V=50257,fp8,class_offset", true, Level::nightly},
+                        Variant{"BiasOffset", "D=2048,V=50257,fp8,bias,class_offset,temperature,logit_scale=0.5", true, Level::nightly},
+                        Variant{"Shard", "D=2048,V=75968,whole_vocab_size=151936,fp8", false, Level::quick},
+                        Variant{"SmoothedShard", "D=2048,V=75968,whole_vocab_size=151936,fp8,label_smoothing=0.1,class_weight,bias", false},
+                        Variant{"ShardInFp32",
+                                "D=200,V=1001,whole_vocab_size=2001,fp8=e4m3,fp8_dlogits=e4m3,bias,class_weight,class_offset,"
+                                "temperature,grad_hidden_dtype=fp32,outputs=loss+lse+logprobs",
+                                true},
+                        Variant{"Everything",
+                                "D=200,V=1001,fp8,bias,class_weight,z_loss=0.001,softcap=30,logit_scale=0.5,temperature,"
+                                "token_weight,grad_weight_mode=accumulate,outputs=loss+lse+logprobs",
+                                false, Level::quick})),
     test_name);
 
 // GPUs that have 8-bit mma.sync in place of wgmma.

@@ -76,7 +76,7 @@ Spec random_spec(std::mt19937_64& random) {
     s.dft = s.outputs.loss && s.outputs.logprobs && s.teacher_top_k == 0 && coin();
     if (s.teacher_top_k == 0 && s.layout == WeightLayout::vocab_major && !s.weight_dtype && !s.batch_invariant && !s.outputs.entropy &&
         coin()) {
-        if (s.softcap != 0 || is_shard(s)) s.label_smoothing = 0;
+        if (s.softcap != 0) s.label_smoothing = 0;
         s.fp8 = coin() ? Fp8Operands::int8 : Fp8Operands::e4m3;
         s.fp8_dlogits = coin() ? Fp8Dlogits::e5m2 : Fp8Dlogits::e4m3;
         if (!coin()) return s;
@@ -405,7 +405,6 @@ TEST(Spec, Fp8_RefusesByNameWhatItHasNoArithmeticFor) {
         {"fp8,teacher_top_k=4", {"teacher_top_k", "leave fp8 out"}},
         {"fp8,top_k=4", {"top_k", "leave fp8 out"}},
         {"fp8,label_smoothing=0.1,softcap=30", {"label_smoothing", "softcap", "leave fp8"}},
-        {"fp8,label_smoothing=0.1,whole_vocab_size=90", {"label_smoothing", "process_group", "leave fp8"}},
         {"fp8,class_groups", {"class_groups", "leave fp8 out"}},
         {"fp8,batch_invariant", {"batch_invariant", "leave fp8 out"}},
         {"fp8,outputs=loss+entropy", {"entropy", "leave fp8 out"}},

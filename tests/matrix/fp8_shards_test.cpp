@@ -126,7 +126,9 @@ constexpr const char* kSpecs[] = {",fp8",
                                   ",fp8,softcap=5,outputs=loss+lse",
                                   ",fp8,class_offset,bias,outputs=loss+logprobs,dft",
                                   ",fp8,tied",
-                                  ",fp8,bias,grad_weight_dtype=fp32,grad_weight_mode=accumulate"};
+                                  ",fp8,bias,grad_weight_dtype=fp32,grad_weight_mode=accumulate",
+                                  ",fp8,label_smoothing=0.1",
+                                  ",fp8,label_smoothing=0.2,bias,class_weight,temperature,logit_scale=-0.5"};
 constexpr const char* kOfTheCpu[] = {",fp8,dtype=fp32", ",fp8=e4m3,dtype=fp16,outputs=loss+top1+log_sum_sq_probs",
                                      ",fp8,softcap=5,class_offset,bias,offset_gradient"};
 INSTANTIATE_TEST_SUITE_P(Cpu, ShardedFp8, testing::Combine(testing::Values(Target::cpu), testing::ValuesIn(kSpecs)), name_of);

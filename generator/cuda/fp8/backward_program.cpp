@@ -335,7 +335,7 @@ std::vector<Statement> gradient_steps(const BackwardPassFp8& pass) {
     steps.push_back({MemsetZero{workspace_at(layout.largest), static_cast<std::int64_t>(sizeof(Fp8Largest))}});
     steps.push_back(rows_launch(pass));
     if (pass.smooths) {
-        const SmoothingTerms terms{workspace_at(layout.row_smoothing), pass.spec.vocab_size, pass.smoothing};
+        const SmoothingTerms terms{workspace_at(layout.row_smoothing), pass.columns, pass.smoothing};
         std::ranges::move(smoothing_steps(pass, terms, pass.spec.bias), std::back_inserter(steps));
     }
     std::ranges::move(unless_left(pass, {turn_hidden_step(pass)}), std::back_inserter(steps));
