@@ -85,16 +85,18 @@ std::vector<Statement> target_dz_steps(const BackwardPassFp8& pass) {
     return steps;
 }
 
-/// Scales of the weight's rows, and its largest number.
+/// Scales of the weight's rows whose logits are made again, and their largest number: of the retained ones rows_launch has it.
 Statement scales_launch(const BackwardPassFp8& pass) {
     using Params = Fp8CodesParams;
     const BackwardLayoutFp8& layout = pass.layout;
-    LaunchBuilder<Params> launch(pass.source.kernel(KernelRole::fp8_scales), warps_grid(pass.columns));
-    launch.set(&Params::from, slot(Slot::weight))
-        .set(&Params::scales, workspace_at(layout.class_scales))
-        .set(&Params::row_factors, workspace_at(layout.class_factors))
+    const Expr& first = layout.retained.columns;
+    const Expr rows = pass.columns - first;
+    LaunchBuilder<Params> launch(pass.source.kernel(KernelRole::fp8_scales), warps_grid(rows));
+    launch.set(&Params::from, weight_row_at(pass.spec, first))
+        .set(&Params::scales, workspace_at(layout.class_scales) + first * 4)
+        .set(&Params::row_factors, workspace_at(layout.class_factors) + first * 4)
         .set(&Params::largest, workspace_at(layout.largest))
-        .set(&Params::rows, pass.columns);
+        .set(&Params::rows, rows);
     if (has_fp8_scales(pass.spec)) launch.set(&Params::given_scale, slot(Slot::fp8_weight_scale));
     return launch.build();
 }
