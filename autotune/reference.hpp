@@ -139,6 +139,11 @@ private:
     [[nodiscard]] Real common_slope(std::int64_t token) const;
     /// With fp8: r of a token.
     [[nodiscard]] Real fp8_factor(std::int64_t token) const;
+    /// With fp8: RowShares (templates/common/fp8_codes.cuh) of a token.
+    struct Fp8Shares {
+        Real scale, at_lse, slope;
+    };
+    [[nodiscard]] Fp8Shares fp8_shares(std::int64_t token) const;
     /// With fp8: the rounded exponential of a class that is not the token's target.
     [[nodiscard]] Real fp8_exponential(std::int64_t token, const Logit& z) const;
     /// With fp8: what label smoothing takes off the gradient of a class's logit.

@@ -80,8 +80,9 @@ float ReferenceFp8<Real>::exponent(Real lse) const {
 }
 
 template <class Real>
-Real ReferenceFp8<Real>::exponential(Real z, Real softcap_slope, Real lse) const {
-    const auto power = std::exp2(z * Real{fp8::log2_e()} - Real{exponent(lse)}) * softcap_slope;
+Real ReferenceFp8<Real>::exponential(Real z, Real share, Real lse) const {
+    const auto above = std::exp2(z * Real{fp8::log2_e()} - Real{exponent(lse)});
+    const auto power = above == 0 ? Real{0} : above * share;  // of a logit that is −inf no share is taken
     return Real{spec_.fp8_dlogits == Fp8Dlogits::e5m2 ? fp8::rounded_to_e5m2(static_cast<float>(power))
                                                       : fp8::rounded_to_e4m3(static_cast<float>(power))};
 }
@@ -122,10 +123,20 @@ Real BasicReference<Real>::common_slope(std::int64_t token) const {
 }
 
 template <class Real>
-Real BasicReference<Real>::fp8_factor(std::int64_t token) const {
-    const std::int64_t target = problem_.target[static_cast<std::size_t>(token)];
+typename BasicReference<Real>::Fp8Shares BasicReference<Real>::fp8_shares(std::int64_t token) const {
+    const auto i = static_cast<std::size_t>(token);
+    const std::int64_t target = problem_.target[i];
     const Real a = unrounded_gradient(token, target, {}, Real(1), Real(0)) - unrounded_gradient(token, target, {}, Real(0), Real(0));
-    return fp8_.factor(a * common_slope(token), lse_[static_cast<std::size_t>(token)]);
+    const Real b = problem_.grad_entropy.empty() ? Real(0) : -Real{problem_.grad_entropy[i]};
+    if (b == 0) return {a, Real(1), Real(0)};
+    const Real at_lse = a + b * lse_[i];
+    const Real scale = std::max(std::abs(at_lse), std::abs(b));
+    return {scale, at_lse / scale, b / scale};
+}
+
+template <class Real>
+Real BasicReference<Real>::fp8_factor(std::int64_t token) const {
+    return fp8_.factor(fp8_shares(token).scale * common_slope(token), lse_[static_cast<std::size_t>(token)]);
 }
 
 template <class Real>
@@ -151,7 +162,10 @@ void BasicReference<Real>::add_smoothing_terms(std::int64_t token, Range rows, c
 
 template <class Real>
 Real BasicReference<Real>::fp8_exponential(std::int64_t token, const Logit& z) const {
-    return fp8_.exponential(z.value, z.derivative / common_slope(token), lse_[static_cast<std::size_t>(token)]);
+    const Real lse = lse_[static_cast<std::size_t>(token)];
+    const Fp8Shares shares = fp8_shares(token);
+    const Real share = shares.at_lse + (shares.slope == 0 ? Real(0) : shares.slope * (z.value - lse));
+    return fp8_.exponential(z.value, z.derivative / common_slope(token) * share, lse);
 }
 
 template <class Real>
@@ -166,6 +180,8 @@ template class ReferenceFp8<double>;
 template class ReferenceFp8<float>;
 template void BasicReference<double>::set_fp8_factors();
 template void BasicReference<float>::set_fp8_factors();
+template BasicReference<double>::Fp8Shares BasicReference<double>::fp8_shares(std::int64_t) const;
+template BasicReference<float>::Fp8Shares BasicReference<float>::fp8_shares(std::int64_t) const;
 template double BasicReference<double>::fp8_factor(std::int64_t) const;
 template float BasicReference<float>::fp8_factor(std::int64_t) const;
 template double BasicReference<double>::fp8_smoothing(std::int64_t, std::int64_t) const;

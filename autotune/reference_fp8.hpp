@@ -25,8 +25,9 @@ public:
     void to_logit_operand(std::span<Real> row) const { to_logit_operand(row, spec_.fp8_weight_scale); }
     /// Numbers of the weight become operands of grad_hidden.
     void to_gradient_operand(std::span<Real> numbers) const;
-    /// The exponential of a logit, rounded, as its part of a gradient: times slope · factor(token) it is the gradient.
-    [[nodiscard]] Real exponential(Real z, Real softcap_slope, Real lse) const;
+    /// The exponential of a logit, times the softcap's slope and the row's share, rounded, as its part of a gradient: times the common
+    /// slope · factor(token) it is the gradient.
+    [[nodiscard]] Real exponential(Real z, Real share, Real lse) const;
     /// r of a token, whose probabilities are multiplied by `a`.
     [[nodiscard]] Real factor(Real a, Real lse) const;
     /// Makes the operands of grad_weight from every token's r, 0 for ignored ones.

@@ -226,7 +226,6 @@ void check_fp8(const Spec& s) {
     }
     if (s.class_groups) refuse("class_groups", true, without("false"));
     if (s.batch_invariant) refuse("batch_invariant", true, without("false"));
-    if (s.outputs.entropy) refuse("outputs", "entropy", without("other outputs, whose gradients are multiples of probabilities,"));
 }
 
 void check_kinds(const Spec& s) {

@@ -25,6 +25,8 @@ struct GradRow {
     std::int32_t target;  ///< column of the label within the vocabulary chunk, or one of the above
     std::int32_t group;   ///< group whose columns are ruled out, but for the target; -1: none
     float exponent;       ///< with fp8: k of its exponentials (templates/common/fp8_codes.cuh)
+    float at_lse;         ///< with fp8: RowShares', and so is the next one
+    float slope;
 };
 
 /// One token in backward, where the spec has fp8.
@@ -57,7 +59,8 @@ using ForwardTile = void (*)(float* z, std::int64_t ldz, std::int64_t rows, std:
                              const float* parameters, const float* temperatures, RowSums* sums, const float* class_offset,
                              const GroupRow* group_rows, const std::int32_t* class_groups);
 /// Turns z [rows, cols] into the gradient of hidden · weightᵀ + bias, in place; columns cols … width − 1 become 0. Column 0 is the
-/// chunk's `first_column`. With fp8 a row's other classes than the target become exponentials 2^(z·log2 e − k), times the softcap's slope.
+/// chunk's `first_column`. With fp8 a row's other classes than the target become exponentials 2^(z·log2 e − k), times the softcap's slope;
+/// where the spec has the entropy also times at_lse + slope·(z − lse).
 using BackwardTile = void (*)(float* z, std::int64_t ldz, std::int64_t rows, std::int64_t cols, std::int64_t width, const float* bias,
                               const float* class_weight, const float* parameters, const GradRow* grad_rows, std::int64_t first_column,
                               const float* class_offset, const std::int32_t* class_groups);

@@ -181,6 +181,8 @@ struct GradRowValues {
     Value* target;
     Value* group;
     Value* exponent;
+    Value* at_lse;
+    Value* slope;
 
     GradRowValues(FunctionBuilder& f, Value* rows, Value* r) {
         auto& ir = f.ir();
@@ -198,6 +200,8 @@ struct GradRowValues {
         s = field(kCoefficients + offsetof(RowCoefficients, s));
         temperature = field(offsetof(GradRow, temperature));
         exponent = field(offsetof(GradRow, exponent));
+        at_lse = field(offsetof(GradRow, at_lse));
+        slope = field(offsetof(GradRow, slope));
         target = f.splat(f.load_bits(f.byte_offset(row, f.i64(offsetof(GradRow, target))), 32, 0), lanes);
         group = f.splat(f.load_bits(f.byte_offset(row, f.i64(offsetof(GradRow, group))), 32, 0), lanes);
     }
@@ -210,12 +214,18 @@ Value* is_ignored(FunctionBuilder& f, Value* rows, Value* r) {
     return ir.CreateICmpEQ(target, f.i32_splat(GradRow::kIgnored, 0));
 }
 
-/// 2^(z·log2 e − k) · the softcap's slope.
-Value* exponential(FunctionBuilder& f, const TracedLogit& traced, const GradRowValues& g) {
+/// 2^(z·log2 e − k) · the softcap's slope, and with the entropy · (at_lse + slope·(z − lse)).
+Value* exponential(FunctionBuilder& f, const Spec& spec, const TracedLogit& traced, const GradRowValues& g) {
     auto& ir = f.ir();
     const int lanes = f.target().lanes();
-    Value* power = f.multiply_add(traced.logit.value(f, lanes), f.float_splat(1.44269504F, lanes), ir.CreateFNeg(g.exponent));
-    Value* e = emit_exp2(f, power, lanes);
+    Value* z = traced.logit.value(f, lanes);
+    Value* e = emit_exp2(f, f.multiply_add(z, f.float_splat(1.44269504F, lanes), ir.CreateFNeg(g.exponent)), lanes);
+    if (spec.outputs.entropy) {
+        // A logit whose exponential is 0 may be −inf.
+        Value* zero = f.float_splat(0.F, lanes);
+        Value* share = f.multiply_add(g.slope, ir.CreateFSub(z, g.lse), g.at_lse);
+        e = ir.CreateSelect(ir.CreateFCmpUNE(e, zero), ir.CreateFMul(e, share), zero);
+    }
     return traced.softcap_slope.is_constant() ? e : ir.CreateFMul(e, traced.softcap_slope.value(f, lanes));
 }
 
@@ -239,7 +249,7 @@ Value* logit_gradient(FunctionBuilder& f, const LogitTracer& tracer, const GradR
                               ir.CreateStepVector(f.int_type(32, lanes)));
     dz = ir.CreateFSub(dz, ir.CreateSelect(ir.CreateICmpEQ(ids, g.target), g.t, zero));
     if (!traced.derivative.is_constant()) dz = ir.CreateFMul(dz, traced.derivative.value(f, lanes));
-    if (is_fp8(tracer.spec)) dz = ir.CreateSelect(ir.CreateICmpEQ(ids, g.target), dz, exponential(f, traced, g));
+    if (is_fp8(tracer.spec)) dz = ir.CreateSelect(ir.CreateICmpEQ(ids, g.target), dz, exponential(f, tracer.spec, traced, g));
     if (tracer.spec.class_groups) dz = ir.CreateSelect(ruled_out(f, {g.group, g.target}, f.arg(11), column, f.arg(9)), zero, dz);
     return dz;
 }

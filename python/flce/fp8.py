@@ -74,10 +74,6 @@ def refuse(options: Mapping[str, Any]) -> None:
     """Raises SpecError for options of a call or a loss that an FP8 head has no arithmetic for, by the names that a caller gives them."""
     if options.get("fp8") is None:
         return
-    if options.get("return_entropy"):
-        raise errors.SpecError(
-            "return_entropy is True with fp8, whose gradients are multiples of probabilities: leave return_entropy or fp8 out"
-        )
     if options.get("batch_invariant"):
         raise errors.SpecError("batch_invariant is True with fp8, whose scales are those of a whole call: leave batch_invariant or fp8 out")
     if options.get("label_smoothing") and options.get("softcap"):

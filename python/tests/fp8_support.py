@@ -50,6 +50,7 @@ class Truth:
     loss: Tensor
     lse: Tensor  # [N]
     logprobs: Tensor  # [N]
+    entropy: Tensor  # [N]
     grad_hidden: Tensor
     grad_weight: Tensor
     grad_bias: Tensor
@@ -68,8 +69,9 @@ def truth_of(
     z_loss: float = 0.0,
     class_weight: Tensor | None = None,
     label_smoothing: float = 0.0,
+    of_entropy: Tensor | None = None,
 ) -> Truth:
-    """The mean over targets that are not -100. All on the CPU."""
+    """The mean over targets that are not -100. `of_entropy` [N]: gradients of the tokens' entropies. All on the CPU."""
     hidden, weight, target = hidden.detach().cpu(), weight.detach().cpu(), target.cpu()
     valid = target >= 0
     rows = torch.arange(len(target))[valid]
@@ -95,13 +97,18 @@ def truth_of(
     hit = (1 - label_smoothing) * of_class / divisor
     smoothing = label_smoothing / len(weight) / divisor  # times a class's weight
     a = hit + smoothing * weights.sum() + 2 * z_loss * lse / len(y)
+    entropy = lse - (torch.softmax(z, -1) * z).sum(-1)
+    b = torch.zeros_like(lse) if of_entropy is None else -of_entropy.cpu()[valid].double()
+    a = a + b * entropy  # at z = lse
+    scale = torch.where(b == 0, a, torch.maximum(a.abs(), b.abs()))
+    share = (a[:, None] + b[:, None] * (z - lse[:, None])) / scale[:, None]
     e5m2 = fp8.dlogits == "e5m2"
     k = torch.floor(lse.float() * LOG2_E).double() - (14 if e5m2 else 7)
-    exponentials = (torch.exp2(z * LOG2_E - k[:, None]) * slope).float()
+    exponentials = (torch.exp2(z * LOG2_E - k[:, None]) * slope * share).float()
     exponentials = to_e5m2(exponentials) if e5m2 else to_e4m3(exponentials)
     exponentials[torch.arange(len(y)), y] = 0
-    r = a * gain * torch.exp2(k - lse * LOG2_E)
-    of_target = (a * torch.exp(own - lse) - hit) * slope[torch.arange(len(y)), y] * gain
+    r = scale * gain * torch.exp2(k - lse * LOG2_E)
+    of_target = ((a + b * (own - lse)) * torch.exp(own - lse) - hit) * slope[torch.arange(len(y)), y] * gain
 
     narrow_weight, weight_unit = to_e4m3_range(weight.double())
     narrow_hidden, hidden_unit = to_e4m3_range(hidden[valid].double() * r[:, None])
@@ -112,8 +119,8 @@ def truth_of(
     grad_weight.index_add_(0, y, of_target[:, None] * hidden[valid].double())
     grad_weight -= smoothing * gain * weights[:, None] * hidden[valid].double().sum(0)
     grad_bias = (exponentials * r[:, None]).sum(0).index_add_(0, y, of_target) - smoothing * gain * weights * len(y)
-    of_rows = [torch.zeros(len(target), dtype=torch.float64) for _ in range(2)]
-    of_rows[0][rows], of_rows[1][rows] = lse, own - lse
+    of_rows = [torch.zeros(len(target), dtype=torch.float64) for _ in range(3)]
+    of_rows[0][rows], of_rows[1][rows], of_rows[2][rows] = lse, own - lse, entropy
     return Truth(loss, *of_rows, grad_hidden, grad_weight, grad_bias)
 
 

@@ -210,7 +210,6 @@ CASES: list[tuple[Any, ...]] = [
     (gradients_are_added,),
     *((ranks_without_classes, rows) for rows in ("none", "padding")),
     (refused, {"batch_invariant": True}, "batch_invariant"),
-    (refused, {"return_entropy": True}, "entropy"),
 ]
 
 if __name__ == "__main__":

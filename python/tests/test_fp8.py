@@ -172,6 +172,30 @@ def test_it_is_near_the_exact_layer(device: str) -> None:
             assert 1e-4 < error(got, expected) < 6e-2, fp8  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("options", [{}, {"softcap": 3.0, "temperature": 1.3, "bias": True, "z_loss": 1e-2}])
+@pytest.mark.parametrize("fp8", FORMS)
+def test_entropy(fp8: flce.Fp8, options: dict[str, Any], device: str) -> None:
+    """Of some tokens the entropy has a gradient, too."""
+    if device != "cpu":
+        pytest.skip("an FP8 head's entropy is the CPU's alone")
+    hidden, weight, target = tensors(device)
+    options = dict(options)
+    if options.pop("bias", False):
+        options["bias"] = torch.randn(CLASSES, device=device, dtype=torch.bfloat16).requires_grad_()
+    of_entropy = torch.randn(TOKENS, device=device) / TOKENS
+    of_entropy[::3] = 0
+    expected = truth_of(hidden, weight, target, fp8, of_entropy=of_entropy, **options)
+    loss, entropy = flce.linear_cross_entropy(hidden, weight, target, return_entropy=True, fp8=fp8, **options)
+    assert error(entropy, expected.entropy) < 1e-5
+    loss.backward(retain_graph=True)
+    apart = [hidden.grad, weight.grad]
+    hidden.grad = weight.grad = None
+    torch.autograd.backward((loss, entropy), (torch.ones_like(loss), of_entropy))
+    for each, right, before in zip((hidden.grad, weight.grad), (expected.grad_hidden, expected.grad_weight), apart, strict=True):
+        assert each is not None and error(each, right) < BOUND[torch.bfloat16]
+        assert before is not None and not torch.equal(each, before)
+
+
 def test_logprobs_and_outputs(device: str) -> None:
     hidden, weight, target = tensors(device)
     expected = truth_of(hidden, weight, target, flce.Fp8())
@@ -332,7 +356,6 @@ def test_fp8_is_a_value() -> None:
 REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "a word": ({"fp8": "int8"}, errors.ArgumentError, r"fp8 is 'int8'; it must be a flce.Fp8"),
     "label_smoothing": ({"label_smoothing": 0.1, "softcap": 30.0}, errors.SpecError, "label_smoothing is 0.1 with fp8 and a softcap"),
-    "entropy": ({"return_entropy": True}, errors.SpecError, "return_entropy is True with fp8.*leave return_entropy or fp8 out"),
     "batch_invariant": ({"batch_invariant": True}, errors.SpecError, "batch_invariant is True with fp8.*leave batch_invariant or fp8 out"),
 }
 
@@ -347,15 +370,10 @@ def test_refused_by_name(name: str, device: str) -> None:
 
 def test_losses_and_heads_refuse_when_they_are_made() -> None:
     for options, kind, message in REFUSED.values():
-        if "return_entropy" in options:
-            continue  # an argument of a call
         with pytest.raises(kind, match=message):
             flce.FusedLMHead(HIDDEN, CLASSES, **{"fp8": flce.Fp8(), **options})
         with pytest.raises(kind, match=message):
             flce.LinearCrossEntropyLoss(nn.Linear(HIDDEN, CLASSES), shift=0, **{"fp8": flce.Fp8(), **options})
-    head = flce.FusedLMHead(HIDDEN, CLASSES, fp8=flce.Fp8())
-    with pytest.raises(errors.SpecError, match="return_entropy is True with fp8"):
-        head(torch.randn(3, HIDDEN), labels=torch.zeros(3, dtype=torch.int64), return_entropy=True)
 
 
 def test_weights_that_are_refused(device: str) -> None:

@@ -149,12 +149,15 @@ private:
         const RowCoefficients coefficients =
             row_coefficients(upstream, lse, entropy, call_.class_weight_of_target(token, y), teacher_.sum(token), options_);
         const float exponent = is_fp8(spec_) ? fp8::exponent_of_sum(lse, spec_.fp8_dlogits == Fp8Dlogits::e4m3) : 0.F;
+        const fp8::RowShares shares = fp8::row_shares(coefficients.a, coefficients.b, lse);
         return {lse,
                 coefficients,
                 call_.temperature(token),
                 near ? static_cast<std::int32_t>(column) : GradRow::kElsewhere,
                 call_.row_group(token),
-                exponent};
+                exponent,
+                shares.at_lse,
+                shares.slope};
     }
 
     void run_tasks(const Step& done, const Step& next) const {
@@ -378,7 +381,7 @@ private:
         if (bytes > 0) std::memset(call_.pointer(gradient) + first_byte, 0, static_cast<std::size_t>(bytes));
     }
 
-    static constexpr GradRow kInertRow{0.F, {0.F, 0.F, 0.F, 0.F}, 1.F, GradRow::kIgnored, -1, 0.F};
+    static constexpr GradRow kInertRow{0.F, {0.F, 0.F, 0.F, 0.F}, 1.F, GradRow::kIgnored, -1, 0.F, 1.F, 0.F};
 
     const CpuContext& context_;
     const CpuFunctions& code_;

@@ -34,7 +34,8 @@ Fp8Gradients::Fp8Gradients(const CpuContext& context, const CpuCall& call, float
       hidden_sum_(hidden_sum) {}
 
 float Fp8Gradients::factor_of(const GradRow& row) const {
-    return fp8::row_factor(row.coefficients.a * logit_slope(spec_).scale / row.temperature, row.exponent, row.lse);
+    const float scale = fp8::row_shares(row.coefficients.a, row.coefficients.b, row.lse).scale;
+    return fp8::row_factor(scale * logit_slope(spec_).scale / row.temperature, row.exponent, row.lse);
 }
 
 float Fp8Gradients::smoothing_of(const GradRow& row) const { return row.coefficients.s * logit_slope(spec_).scale / row.temperature; }

@@ -113,10 +113,25 @@ FLCE_HOST_DEVICE float exponent_of_sum(float lse, bool e4m3) { return floorf(lse
 /// or 2^7 to 2^8.
 FLCE_HOST_DEVICE float exponent_of_reference(float logit, bool e4m3) { return floorf(logit * log2_e()) - (e4m3 ? 7.f : 4.f); }
 
+/// Gradients of a token's logits are probabilities times a + b·z; b is not 0 where the entropy has a gradient. Codes are those of the
+/// probabilities above k, times at_lse + slope·(z − lse), of which neither is beyond 1, and `scale` is the `a` of row_factor: p times
+/// 1 + |z − lse| is never more than 1, so that codes keep their range.
+struct RowShares {
+    float scale;
+    float at_lse;
+    float slope;
+};
+FLCE_HOST_DEVICE RowShares row_shares(float a, float b, float lse) {
+    if (b == 0.f) return {a, 1.f, 0.f};
+    const float at_lse = fmaf(b, lse, a);
+    const float scale = fmaxf(fabsf(at_lse), fabsf(b));
+    return {scale, at_lse / scale, b / scale};
+}
+
 /// z·log2 e − k, of which E is a power of two.
 FLCE_HOST_DEVICE float power_of_logit(float logit, float exponent) { return fmaf(logit, log2_e(), -exponent); }
-/// r with dz = r · E, E the exponentials above k. `a`: the row's factor of probabilities (RowCoefficients::a, times the slope that all of
-/// its logits have). NaN where lse is so large that fp32 has no integers beside it, and exponentials above k could be any number.
+/// r with dz = r · E, E the exponentials above k. `a`: the row's factor of probabilities (RowCoefficients::a or a scale of RowShares, times
+/// the slope that all of its logits have). NaN where lse is so large that fp32 has no integers beside it, and exponentials above k could be any number.
 FLCE_HOST_DEVICE float row_factor(float a, float exponent, float lse) {
     if (!(fabsf(lse) < 0x1p23f)) return float_of(0x7fc00000U);
     return a * exp2f(-power_of_logit(lse, exponent));

@@ -74,8 +74,7 @@ Spec random_spec(std::mt19937_64& random) {
         return s;
     }
     s.dft = s.outputs.loss && s.outputs.logprobs && s.teacher_top_k == 0 && coin();
-    if (s.teacher_top_k == 0 && s.layout == WeightLayout::vocab_major && !s.weight_dtype && !s.batch_invariant && !s.outputs.entropy &&
-        coin()) {
+    if (s.teacher_top_k == 0 && s.layout == WeightLayout::vocab_major && !s.weight_dtype && !s.batch_invariant && coin()) {
         if (s.softcap != 0) s.label_smoothing = 0;
         s.fp8 = coin() ? Fp8Operands::int8 : Fp8Operands::e4m3;
         s.fp8_dlogits = coin() ? Fp8Dlogits::e5m2 : Fp8Dlogits::e4m3;
@@ -407,7 +406,6 @@ TEST(Spec, Fp8_RefusesByNameWhatItHasNoArithmeticFor) {
         {"fp8,label_smoothing=0.1,softcap=30", {"label_smoothing", "softcap", "leave fp8"}},
         {"fp8,class_groups", {"class_groups", "leave fp8 out"}},
         {"fp8,batch_invariant", {"batch_invariant", "leave fp8 out"}},
-        {"fp8,outputs=loss+entropy", {"entropy", "leave fp8 out"}},
     };
     for (const auto& [keys, parts] : cases) {
         const std::string message = message_of([&, t = keys] { return parse_spec(std::string("D=64,V=50,") + t); });

@@ -79,6 +79,13 @@ const std::vector<OptionSet>& fp8_options() {
              s.softcap = 0;
              s.outputs.entropy = false;
          }},
+        {"entropy", [](Spec& s) { s.outputs.entropy = true; }},
+        {"everything_with_entropy",
+         [](Spec& s) {
+             apply_everything(s);
+             s.label_smoothing = 0;
+             s.outputs.entropy = true;
+         }},
     };
     return sets;
 }
@@ -254,7 +261,7 @@ Spec random_fp8_spec(Draw& draw, std::uint64_t seed) {
     s.weight_format = WeightFormat::numbers;
     s.layout = WeightLayout::vocab_major;
     s.teacher_top_k = 0;
-    s.support = s.class_groups = s.outputs.entropy = false;
+    s.support = s.class_groups = false;
     s.hard_weight = 0;
     if (s.softcap != 0) s.label_smoothing = 0;
     if (s.outputs == Outputs{.loss = false}) s.outputs.loss = true;

@@ -1,6 +1,7 @@
 #include "tests/support/fp8.hpp"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <limits>
 
@@ -63,7 +64,9 @@ double slope_of_softcap(const Spec& spec, double x) {
 struct Row {
     bool valid = false;
     std::int64_t label = 0;
-    double a = 0, t = 0, a_terms = 0;  ///< factor of its probabilities, what the label's is less by, and Σ |terms| of the first
+    double a = 0, t = 0, a_terms = 0;  ///< factor of its probabilities at z = lse, what the label's is less by, and Σ |terms| of the first
+    double b = 0;                      ///< times z − lse, what the factor of a probability is more by
+    double scale = 0;                  ///< what both are in units of, where there is a b
     double gain = 1;                   ///< slope that all of its logits have
     double s = 0;                      ///< label smoothing's part, times a class's weight, slope included
     double k = 0;
@@ -79,13 +82,14 @@ struct Row {
 
 class TruthMaker {
 public:
-    TruthMaker(const Problem& problem, const std::vector<float>& lse, const std::vector<float>& logprobs, const Fp8Tolerance& tolerance,
-               const Fp8Shards& shards)
+    TruthMaker(const Problem& problem, const std::vector<float>& lse, const std::vector<float>& logprobs,
+               const std::vector<double>& entropy, const Fp8Tolerance& tolerance, const Fp8Shards& shards)
         : problem_(problem),
           layer_(layer_of(problem)),
           spec_(problem.spec),
           lse_(lse),
           logprobs_(logprobs),
+          entropy_(entropy),
           tolerance_(tolerance),
           shards_(shards),
           divide_(divisors(layer_)),
@@ -142,6 +146,12 @@ private:
         const double of_logprob = upstream(layer_.grad_logprobs, i, 0);
         row.a = hard + smoothing * classes_ + z_loss + of_lse - of_logprob;
         row.a_terms = std::fabs(hard) + std::fabs(smoothing * classes_) + std::fabs(z_loss) + std::fabs(of_lse) + std::fabs(of_logprob);
+        row.b = -upstream(layer_.grad_entropy, i, 0);
+        if (row.b != 0) {
+            row.a += row.b * entropy_[i];
+            row.a_terms += std::fabs(row.b) * (std::fabs(entropy_[i]) + 2 * std::fabs(double(lse_[i])));
+        }
+        row.scale = row.b == 0 ? row.a : std::max(std::fabs(row.a), std::fabs(row.b));
         row.t = hard - of_logprob;
         row.gain = (spec_.offset_gradient ? 1 : spec_.logit_scale) / layer_.temperature_of(i);
         row.s = smoothing * row.gain;
@@ -156,7 +166,7 @@ private:
         const double lse = lse_[i];
         row.k = std::floor(lse_[i] * 1.44269504F) - (spec_.fp8_dlogits == Fp8Dlogits::e5m2 ? 14 : 7);
         const double unit = std::exp2(row.k - lse * kLog2E);
-        row.r = row.a * row.gain * unit;
+        row.r = row.scale * row.gain * unit;
         row.r_error = std::fabs(unit * row.gain) * (40 * kU * row.a_terms + (spec_.dft ? 8 * kU * row.a_terms : 0));
         for (auto* values : {&row.e, &row.e_doubt, &row.e_ties}) values->assign(static_cast<std::size_t>(spec_.vocab_size), 0.0);
         row.largest.assign(shards_.of.size(), -std::numeric_limits<double>::infinity());
@@ -193,20 +203,34 @@ private:
         const double slope_error = spec_.softcap > 0 && !spec_.offset_gradient ? 24 * kU + 4 * x_error / spec_.softcap : 0;
         if (j == row.label) {
             const double p = std::exp(z - double(lse_[i]));
-            const double inner = row.a * p - row.t;
+            const double factor = row.a + (row.b == 0 ? 0 : row.b * (z - double(lse_[i])));
+            const double inner = factor * p - row.t;
             row.label_gradient = inner * slope * row.gain;
-            const double inner_error = std::fabs(row.a) * p * (z_error + 4 * kU * (std::fabs(double(lse_[i])) + z_size + 4)) +
-                                       16 * kU * (row.a_terms * p + std::fabs(row.t) + row.a_terms);
+            const double inner_error =
+                (std::fabs(factor) + std::fabs(row.b)) * p * (z_error + 4 * kU * (std::fabs(double(lse_[i])) + z_size + 4)) +
+                16 * kU * (row.a_terms * p + std::fabs(row.t) + row.a_terms);
             row.label_error = std::fabs(row.gain) * (inner_error * slope + std::fabs(inner) * slope_error);
             return;
         }
         const double power = z * kLog2E - row.k;
         const double power_error = 2 * z_error + 4 * kU * (z_size * 2 + std::fabs(row.k) + 8);
-        row.e[j] = nearest(format_, std::exp2(power) * slope);
         const double low = std::exp2(power - power_error) * std::max(0.0, slope - slope_error);
         const double high = std::exp2(power + power_error) * (slope + slope_error);
+        if (row.b != 0 && std::isfinite(z)) return set_shared(j, row, {low, std::exp2(power) * slope, high}, z - double(lse_[i]), z_error);
+        row.e[j] = nearest(format_, std::exp2(power) * slope);
         row.e_ties[j] = doubt(format_, row.e[j], low, high);
         row.e_doubt[j] = row.e_ties[j] + below_range(format_, high, row.e[j], tolerance_.octaves, sharded_);
+    }
+
+    /// The same where the entropy has a gradient: exponentials times what their factor is in units of the row's.
+    void set_shared(std::int64_t j, Row& row, std::array<double, 3> exponential, double below_lse, double z_error) const {
+        const double share = (row.a + row.b * below_lse) / row.scale;
+        const double error = (40 * kU * row.a_terms + std::fabs(row.b) * (z_error + 4 * kU * std::fabs(below_lse))) / row.scale;
+        const double value = exponential[1] * share;
+        const double off = (exponential[2] - exponential[0]) * std::fabs(share) + exponential[2] * error;
+        row.e[j] = nearest(format_, value);
+        row.e_ties[j] = doubt(format_, row.e[j], value - off, value + off);
+        row.e_doubt[j] = row.e_ties[j] + below_range(format_, std::fabs(value) + off, row.e[j], tolerance_.octaves, sharded_);
     }
 
     /// Powers that a rank may give a row: on a GPU it knows no other rank's logits where forward keeps exponentials.
@@ -332,7 +356,7 @@ private:
                 sum += row.e[j] * row.h[k];
                 sizes += std::fabs(row.e[j] * row.h[k]);
                 const double h_doubt = row.h_doubt[shard_of_[j]][k];
-                doubts += row.e_doubt[j] * (std::fabs(row.h[k]) + h_doubt) + row.e[j] * h_doubt;
+                doubts += row.e_doubt[j] * (std::fabs(row.h[k]) + h_doubt) + std::fabs(row.e[j]) * h_doubt;
                 ties += row.e_ties[j] * row.e_ties[j] * row.h[k] * row.h[k] + row.e[j] * row.e[j] * row.h_ties[k] * row.h_ties[k];
                 if (row.s != 0) smoothing.add(row.s * double(layer_.hidden[static_cast<std::int64_t>(i) * spec_.hidden_size + k]));
                 if (row.label != j) continue;
@@ -362,7 +386,7 @@ private:
             const double part = (own ? row.label_gradient : row.r * row.e[j]) - taken;
             sum += part;
             if (own) of_targets += row.label_gradient;
-            limit += (own ? row.label_error : std::fabs(row.r) * row.e_doubt[j] + row.r_error * row.e[j]) +
+            limit += (own ? row.label_error : std::fabs(row.r) * row.e_doubt[j] + row.r_error * std::fabs(row.e[j])) +
                      kU * (40 + 3 * std::sqrt(double(rows_.size()))) * std::fabs(taken) +
                      kU * (8 + 3 * std::sqrt(double(rows_.size()))) * std::fabs(part);
             if (std::isfinite(part)) out_.bias_ties += row.r * row.r * row.e_ties[j] * row.e_ties[j];
@@ -377,6 +401,7 @@ private:
     const Spec& spec_;
     const std::vector<float>& lse_;
     const std::vector<float>& logprobs_;
+    const std::vector<double>& entropy_;
     const Fp8Tolerance tolerance_;
     Fp8Shards shards_;                   ///< one that has everything where the layer is whole
     bool sharded_ = false;               //
@@ -410,9 +435,9 @@ std::vector<double> dequantised_rows(const Spec& spec, double given, const std::
     return numbers;
 }
 
-Fp8Truth fp8_truth(const Problem& problem, const std::vector<float>& lse, const std::vector<float>& logprobs, const Fp8Tolerance& tolerance,
-                   const Fp8Shards& shards) {
-    return TruthMaker(problem, lse, logprobs, tolerance, shards).make();
+Fp8Truth fp8_truth(const Problem& problem, const std::vector<float>& lse, const std::vector<float>& logprobs,
+                   const std::vector<double>& entropy, const Fp8Tolerance& tolerance, const Fp8Shards& shards) {
+    return TruthMaker(problem, lse, logprobs, entropy, tolerance, shards).make();
 }
 
 }  // namespace flce::test

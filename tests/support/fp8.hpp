@@ -38,9 +38,9 @@ struct Fp8Truth {
     double hidden_ties = 0, weight_ties = 0, bias_ties = 0;  ///< Euclidean norms of the limits' part by codes that are near a tie
     double hidden_norm = 0;                                  ///< Euclidean norm of all shards' parts of grad_hidden
 };
-/// `lse`, `logprobs` (with dft): what forward has written, which backward reads.
+/// `lse`, `logprobs` (with dft), `entropy` (where it has a gradient): what forward has written, which backward reads.
 [[nodiscard]] Fp8Truth fp8_truth(const Problem& problem, const std::vector<float>& lse, const std::vector<float>& logprobs,
-                                 const Fp8Tolerance& tolerance, const Fp8Shards& shards = {});
+                                 const std::vector<double>& entropy, const Fp8Tolerance& tolerance, const Fp8Shards& shards = {});
 
 /// Judges a whole problem's outputs; empty when everything passed.
 [[nodiscard]] std::string fp8_failures(const Problem& problem, const KernelOutputs& got, const std::vector<float>& lse,

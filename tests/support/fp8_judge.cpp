@@ -83,7 +83,7 @@ Reference with_sums(Reference reference, const std::vector<double>& sizes, doubl
         if (!(b.lse[i].limit > 0) || !(b.lse[i].floor > 0)) continue;
         const double more = 1 + 2 * limit / b.lse[i].limit;  // log-probabilities have it twice
         const double more_expected = 1 + limit / 4 / b.lse[i].floor;
-        for (auto* budgets : {&b.loss, &b.z_loss, &b.lse, &b.logprobs, &b.log_sum_sq_probs}) {
+        for (auto* budgets : {&b.loss, &b.z_loss, &b.lse, &b.logprobs, &b.entropy, &b.log_sum_sq_probs}) {
             if (i >= budgets->size()) continue;
             Budget& each = (*budgets)[i];
             const double floor = each.floor * more_expected;
@@ -103,7 +103,7 @@ std::string fp8_failures(const Problem& problem, const KernelOutputs& got, const
     outputs.grad_hidden.clear();
     outputs.grad_weight.clear();
     outputs.grad_bias.clear();
-    const Fp8Truth truth = fp8_truth(problem, lse, logprobs, tolerance, shards);
+    const Fp8Truth truth = fp8_truth(problem, lse, logprobs, got.entropy, tolerance, shards);
     Reference yardstick = reference(plain.problem, all);
     if (tolerance.cuts_off() && problem.spec.fp8 == Fp8Operands::e4m3) {  // integers' sums are exact
         yardstick = with_sums(std::move(yardstick), truth.logit_sizes, tolerance.sum_roundoff, problem.spec.hidden_size);
