@@ -82,7 +82,7 @@ float ReferenceFp8<Real>::exponent(Real lse) const {
 template <class Real>
 Real ReferenceFp8<Real>::exponential(Real z, Real share, Real lse) const {
     const auto above = std::exp2(z * Real{fp8::log2_e()} - Real{exponent(lse)});
-    const auto power = above == 0 ? Real{0} : above * share;  // of a logit that is −inf no share is taken
+    const auto power = above == 0 ? Real{0} : above * share;  // a logit may be −inf, of which no share is taken
     return Real{spec_.fp8_dlogits == Fp8Dlogits::e5m2 ? fp8::rounded_to_e5m2(static_cast<float>(power))
                                                       : fp8::rounded_to_e4m3(static_cast<float>(power))};
 }

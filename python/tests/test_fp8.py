@@ -175,24 +175,23 @@ def test_it_is_near_the_exact_layer(device: str) -> None:
 @pytest.mark.parametrize("options", [{}, {"softcap": 3.0, "temperature": 1.3, "bias": True, "z_loss": 1e-2}])
 @pytest.mark.parametrize("fp8", FORMS)
 def test_entropy(fp8: flce.Fp8, options: dict[str, Any], device: str) -> None:
-    """Of some tokens the entropy has a gradient, too."""
-    if device != "cpu":
-        pytest.skip("an FP8 head's entropy is the CPU's alone")
+    """Entropies, of which two thirds have a gradient, too."""
     hidden, weight, target = tensors(device)
     options = dict(options)
     if options.pop("bias", False):
         options["bias"] = torch.randn(CLASSES, device=device, dtype=torch.bfloat16).requires_grad_()
+    cut_off = device != "cpu" and fp8.logits == "e4m3"
     of_entropy = torch.randn(TOKENS, device=device) / TOKENS
     of_entropy[::3] = 0
     expected = truth_of(hidden, weight, target, fp8, of_entropy=of_entropy, **options)
     loss, entropy = flce.linear_cross_entropy(hidden, weight, target, return_entropy=True, fp8=fp8, **options)
-    assert error(entropy, expected.entropy) < 1e-5
+    assert error(entropy, expected.entropy) < (CUT_OFF_LOSS if cut_off else 1e-5)
     loss.backward(retain_graph=True)
     apart = [hidden.grad, weight.grad]
     hidden.grad = weight.grad = None
     torch.autograd.backward((loss, entropy), (torch.ones_like(loss), of_entropy))
     for each, right, before in zip((hidden.grad, weight.grad), (expected.grad_hidden, expected.grad_weight), apart, strict=True):
-        assert each is not None and error(each, right) < BOUND[torch.bfloat16]
+        assert each is not None and error(each, right) < BOUND[torch.bfloat16] + (CUT_OFF_GRADIENT if cut_off else 0)
         assert before is not None and not torch.equal(each, before)
 
 

@@ -18,8 +18,16 @@ struct LogitsEpilogueFp8 {
     static_assert(kPieces == 2 && kColumns % kFp8ClassGroup == 0, "a thread has four tokens of a class, and 16 classes of a group");
     /// Powers of two above a row's own from which on exponentials are not added up as they are.
     enum : int { kMostAbove = 100 };
+    enum : int { kFarAbove = Problem::entropy ? 16 : +kMostAbove };  // sums of exponentials times logits are differences of these
+    enum : int { kLeastPower = -200 };                               // exponentials of less are 0
+    static constexpr float kNatsOfPower = 0.693147181f;
     using Logits = float[kPieces][kColumnPieces][4];
     using OfRows = float[kPieces][2];
+    /// Sums of the rows' exponentials, and of these times powers of two above the rows' own, where the entropy is asked for.
+    struct Sums {
+        OfRows exponentials = {};
+        OfRows with_powers = {};
+    };
     using Fields = PartialFields<Problem>;
 
     const Params& p;
@@ -42,7 +50,7 @@ struct LogitsEpilogueFp8 {
         // Where biases were read as well, what follows from the lane does not fit beside the logits, and is worked out anew.
         if constexpr (Problem::bias) asm volatile("" : "+r"(loop.place.lane));
         const bool anew = p.sums != 0 && write_largest(z, powers);
-        OfRows sums = {};
+        Sums sums;
         add(z, powers, sums);
         if (p.sums != 0 && !anew) write_sums(powers, sums);
         if (n() < p.stored) self().send();
@@ -110,7 +118,7 @@ private:
                 for (int j = 1; j < kColumnPieces; ++j) most = fmaxf(most, fmaxf(z[i][j][2 * h], z[i][j][2 * h + 1]));
                 most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 1));
                 most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 2));
-                far = far || fp8::power_of_logit(most, powers[i][h]) > kMostAbove;
+                far = far || fp8::power_of_logit(most, powers[i][h]) > kFarAbove;
                 largest[i][h] = most == -infinity() ? lowest_logit() : most;
             }
         put(largest, 0);
@@ -119,7 +127,7 @@ private:
         return far;
     }
     __device__ __forceinline__ void add_anew(const Logits& z, const OfRows& largest) const {
-        OfRows sums = {};
+        Sums sums;
 #pragma unroll
         for (int i = 0; i < kPieces; ++i)
 #pragma unroll
@@ -127,10 +135,22 @@ private:
 #pragma unroll
                 for (int j = 0; j < kColumnPieces; ++j)
 #pragma unroll
-                    for (int e = 0; e < 2; ++e) sums[i][h] += ptx::ex2_approx_ftz((z[i][j][2 * h + e] - largest[i][h]) * log2_e());
+                    for (int e = 0; e < 2; ++e) {
+                        const float power = (z[i][j][2 * h + e] - largest[i][h]) * log2_e();
+                        const float exponential = ptx::ex2_approx_ftz(power);
+                        sums.exponentials[i][h] += exponential;
+                        if constexpr (Problem::entropy) add_with_power(exponential, power, sums.with_powers[i][h]);
+                    }
             }
-        add_lanes(sums);
-        put(sums, 1);
+        add_lanes(sums.exponentials);
+        put(sums.exponentials, 1);
+        if constexpr (Problem::entropy) {
+            add_lanes(sums.with_powers);
+            if (row_of_lane() < p.rows) *partial_at(Fields::kExpZ) = of_lane(sums.with_powers) * kNatsOfPower;
+        }
+    }
+    static __device__ __forceinline__ void add_with_power(float exponential, float power, float& sum) {
+        sum = __fmaf_rn(exponential, fmaxf(power, +kLeastPower), sum);
     }
     /// Sums of a row's four lanes, in all of them.
     static __device__ __forceinline__ void add_lanes(OfRows& sums) {
@@ -165,7 +185,7 @@ private:
 
     /// Adds a tile's exponentials to the rows' sums, and stores the codes of the columns before p.stored. A thread's 16 columns of a group
     /// of classes lie side by side in a row, and its four tokens of a column in a word.
-    __device__ __forceinline__ void add(const Logits& z, const OfRows& powers, OfRows& sums) {
+    __device__ __forceinline__ void add(const Logits& z, const OfRows& powers, Sums& sums) {
         if (n() >= p.stored) {
             add_groups<false>(z, powers, sums, 0u);
             return;
@@ -173,13 +193,13 @@ private:
         add_groups<true>(z, powers, sums, self().open_panel());
     }
     template <bool kStores>
-    __device__ __forceinline__ void add_groups(const Logits& z, const OfRows& powers, OfRows& sums, unsigned panel) const {
+    __device__ __forceinline__ void add_groups(const Logits& z, const OfRows& powers, Sums& sums, unsigned panel) const {
 #pragma unroll
         for (int group = 0; group < kColumns / kFp8ClassGroup; ++group) add_group<kStores>(z, powers, sums, group, panel);
     }
 
     template <bool kStores>
-    __device__ __forceinline__ void add_group(const Logits& z, const OfRows& powers, OfRows& sums, int group, unsigned panel) const {
+    __device__ __forceinline__ void add_group(const Logits& z, const OfRows& powers, Sums& sums, int group, unsigned panel) const {
         unsigned words[4][4];  // [row][16 columns]
 #pragma unroll
         for (int jj = 0; jj < 4; ++jj) {
@@ -190,9 +210,11 @@ private:
 #pragma unroll
                 for (int e = 0; e < 4; ++e) {
                     const float logit = z[r / 2][group * 8 + jj * 2 + e / 2][r % 2 * 2 + e % 2];
-                    x[e] = ptx::ex2_approx_ftz(fp8::power_of_logit(logit, powers[r / 2][r % 2]));
+                    const float power = fp8::power_of_logit(logit, powers[r / 2][r % 2]);
+                    x[e] = ptx::ex2_approx_ftz(power);
+                    if constexpr (Problem::entropy) add_with_power(x[e], power, sums.with_powers[r / 2][r % 2]);
                 }
-                sums[r / 2][r % 2] += (x[0] + x[1]) + (x[2] + x[3]);
+                sums.exponentials[r / 2][r % 2] += (x[0] + x[1]) + (x[2] + x[3]);
                 if constexpr (kStores) words[r][jj] = w[r] = codes_of(x, z, group * 8 + jj * 2, r);
             }
             if constexpr (kStores) self().put_turned(w, group * kFp8ClassGroup + jj * 16, panel);
@@ -205,6 +227,17 @@ private:
             const LogitDerivative<Problem> derivative(p.transform, temperature(row(r / 2, r % 2)));
 #pragma unroll
             for (int e = 0; e < 4; ++e) x[e] *= derivative(z[r / 2][piece + e / 2][r % 2 * 2 + e % 2]);
+        }
+        if constexpr (Problem::entropy) {
+            if (p.row_shares != nullptr) {
+                const int of = row(r / 2, r % 2);
+                const float2 share = of < p.rows ? reinterpret_cast<const float2*>(p.row_shares)[of] : make_float2(0.f, 0.f);
+#pragma unroll
+                for (int e = 0; e < 4; ++e) {
+                    const float logit = z[r / 2][piece + e / 2][r % 2 * 2 + e % 2];
+                    x[e] = x[e] == 0.f ? 0.f : x[e] * __fmaf_rn(share.y, logit, share.x);  // a logit may be -infinity
+                }
+            }
         }
         return pack_fp8<Problem::e5m2_dlogits>(x[0], x[1], x[2], x[3]);
     }
@@ -219,13 +252,20 @@ private:
         }
     }
     /// The tile's part of each row's sums, of which its largest logit, which this lane has written, is the reference.
-    __device__ __forceinline__ void write_sums(const OfRows& powers, OfRows& sums) const {
-        add_lanes(sums);
+    __device__ __forceinline__ void write_sums(const OfRows& powers, Sums& sums) const {
+        add_lanes(sums.exponentials);
+        if constexpr (Problem::entropy) add_lanes(sums.with_powers);
         if (row_of_lane() >= p.rows) return;
         const float largest = *static_cast<volatile float*>(partial_at(0));
         // Sums far below the power are 0, or nothing beside those of other tiles: their factor stays finite.
-        const float share = ptx::ex2_approx_ftz(fminf(-fp8::power_of_logit(largest, of_lane(powers)), +kMostAbove));
-        *partial_at(1) = of_lane(sums) * share;
+        const float above = fp8::power_of_logit(largest, of_lane(powers));
+        const float share = ptx::ex2_approx_ftz(fminf(-above, +kMostAbove));
+        const float sum = of_lane(sums.exponentials);
+        *partial_at(1) = sum * share;
+        if constexpr (Problem::entropy) {
+            const float with_powers = sum > 0.f ? __fmaf_rn(-above, sum, of_lane(sums.with_powers)) : 0.f;
+            *partial_at(Fields::kExpZ) = with_powers * (share * kNatsOfPower);
+        }
     }
 };
 

@@ -87,8 +87,9 @@ struct Fp8LogitsOf : ForwardParams {
     long long pitch;
     int first_column;
     int columns;
-    int stored;  ///< columns of the launch whose exponentials are stored, the first ones
-    int sums;    ///< whether partial sums are written
+    int stored;               ///< columns of the launch whose exponentials are stored, the first ones
+    int sums;                 ///< whether partial sums are written
+    const float* row_shares;  ///< row_shares of Fp8RowsParams, or null
 };
 using Fp8LogitsParams = Fp8LogitsOf<TensorMap>;
 using Fp8LogitsMmaParams = Fp8LogitsOf<PlainMatrix>;
@@ -188,6 +189,7 @@ struct Fp8RowsParams {
     int rows;
     float derivative;      ///< d logit / d (hidden · weightᵀ) at a temperature of 1, but for a softcap's
     float* row_smoothing;  ///< [rows], with label smoothing: times a class's weight, what dz is less by
+    float* row_shares;     ///< [rows, 2], with the entropy: x and y, a logit's exponential is multiplied by x + y·z (RowShares)
 };
 
 /// The target's dz, of its hidden · weightᵀ.

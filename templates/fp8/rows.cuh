@@ -105,7 +105,7 @@ __device__ __forceinline__ void fp8_merge(const Fp8MergeParams& p) {
     constexpr int kParts = kRowThreads / kRows;
     using Fields = PartialFields<Problem>;
     constexpr int kFields = Fields::kCount;
-    static_assert(!Problem::entropy && !Problem::square_sum && !Problem::top1, "a largest logit and sums that tiles write");
+    static_assert(!Problem::square_sum && !Problem::top1, "a largest logit and sums that tiles write");
     __shared__ float parts[kParts][kFields][kRows];
     const int in_block = static_cast<int>(threadIdx.x) % kRows;
     const int part = static_cast<int>(threadIdx.x) / kRows;
@@ -151,7 +151,15 @@ __device__ __forceinline__ void fp8_rows(const Fp8RowsParams& p) {
             largest_of_row<Problem>(static_cast<const Bf16*>(p.hidden) + static_cast<long long>(row) * Problem::hidden_size);
         power =
             p.retained_powers != nullptr ? p.retained_powers[row] : power_or_zero(fp8::exponent_of_sum(target.lse, !Problem::e5m2_dlogits));
-        factor = fp8::row_factor(static_cast<const float4*>(p.coefficients)[row].x * p.derivative, power, target.lse);
+        const float4 k = static_cast<const float4*>(p.coefficients)[row];
+        float a = k.x;
+        if constexpr (Problem::entropy) {
+            const fp8::RowShares shares = fp8::row_shares(k.x, k.y, target.lse);
+            a = shares.scale;
+            const float2 of_logit = make_float2(shares.at_lse - shares.slope * target.lse, shares.slope);
+            if (threadIdx.x % 32 == 0) reinterpret_cast<float2*>(p.row_shares)[row] = of_logit;
+        }
+        factor = fp8::row_factor(a * p.derivative, power, target.lse);
         const float bound = fabsf(factor) * __uint_as_float(largest);
         if (threadIdx.x % 32 == 0 && bound < infinity()) atomicMax(&p.largest->hidden, __float_as_uint(bound));
     }
@@ -175,7 +183,9 @@ __device__ __forceinline__ void fp8_target_dz(const Fp8TargetDzParams& p) {
     if (has_class<Problem>(target.target)) {
         const float4 k = static_cast<const float4*>(p.coefficients)[row];
         const float logit = p.target_logits[row];
-        dz = (::expf(logit - target.lse) * k.x - k.z) * p.derivative;
+        const float probability = ::expf(logit - target.lse);
+        const float factor = Problem::entropy && probability > 0.f ? __fmaf_rn(k.y, logit, k.x) : k.x;  // a logit may be -infinity
+        dz = (probability * factor - k.z) * p.derivative;
         if constexpr (Problem::stores_derivative) {
             dz *= LogitDerivative<Problem>(p.transform, Problem::temperature ? p.row_temperatures[row] : 1.f)(logit);
         }

@@ -335,6 +335,7 @@ INSTANTIATE_TEST_SUITE_P(
                                 "D=2560,V=50257,fp8,tied,class_weight,bias,label_smoothing=0.1,temperature,logit_scale=0.5", false,
                                 Level::nightly},
                         Variant{"Bias", "D=2048,V=50257,fp8,bias", true},
+                        Variant{"Entropy", "D=2048,V=50257,fp8,outputs=loss+entropy,bias,temperature", true},
                         Variant{"Temperature", "D=2048,V=50257,fp8,temperature,logit_scale=0.5", true, Level::nightly},
                         Variant{"Offset", "D=2048,V=50257,fp8,class_offset", true, Level::nightly},
                         Variant{"BiasOffset", "D=2048,V=50257,fp8,bias,class_offset,temperature,logit_scale=0.5", true, Level::nightly},
@@ -361,6 +362,7 @@ INSTANTIATE_TEST_SUITE_P(
                                              Level::nightly},
                                      Variant{"Shard", "D=2048,V=75968,whole_vocab_size=151936,fp8"},
                                      Variant{"Smoothed", "D=2048,V=50257,fp8,label_smoothing=0.1,class_weight,bias"},
+                                     Variant{"Entropy", "D=2048,V=50257,fp8,outputs=loss+entropy,bias,temperature", true},
                                      Variant{"Everything",
                                              "D=200,V=1001,fp8,bias,class_weight,z_loss=0.001,softcap=30,logit_scale=0.5,temperature,"
                                              "token_weight,grad_weight_mode=accumulate,outputs=loss+lse+logprobs",

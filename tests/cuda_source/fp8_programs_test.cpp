@@ -30,6 +30,7 @@ struct Case {
     std::int64_t scratch = 64 << 20;
     std::int64_t columns = -1;  ///< classes of a shard's call; −1: the spec's
     bool lent = false;          ///< grad_weight's memory is kept
+    bool of_entropy = false;    ///< the entropy has a gradient
 };
 
 /// A path, and a GPU that has it for its own.
@@ -91,6 +92,7 @@ protected:
             set(Slot::retained, retained_bytes > 0 ? kOwn : 0);
         }
         set(Slot::retained_bytes, retained_bytes);
+        set(Slot::grad_entropy, of.of_entropy ? kOwn : 0);
         set(Slot::retained_in_grad_weight, of.lent ? 1 : 0);
         return made;
     }
@@ -151,6 +153,7 @@ protected:
         made.columns = p.columns;
         made.stored = p.stored;
         made.sums = p.sums;
+        made.row_shares = p.row_shares;
         return made;
     }
     [[nodiscard]] Gradient gradient_of(const Recorded& r) const {
@@ -265,7 +268,8 @@ TEST_P(Fp8Programs, Forward_EveryColumnOnceAndOnceAgain) {
         expect_owned(p.weight, room);
         expect_owned(p.hidden, room);
         const std::int64_t tiles = (p.columns + sum_columns - 1) / sum_columns;
-        const std::int64_t fields = spec.label_smoothing > 0 ? 3 : 2;
+        const std::int64_t fields = 2 + (spec.label_smoothing > 0 ? 1 : 0) + (spec.outputs.entropy ? 1 : 0);
+        EXPECT_EQ(p.row_shares, nullptr);
         expect_owned(bytes_from(p.partials, tiles * fields * p.partial_rows * 4), room);
         expect_owned(bytes_from(p.column_scales, tiles * sum_columns * 4), room);
         all.push_back(p);
@@ -297,7 +301,7 @@ TEST_P(Fp8Programs, Backward_GradientsOfEveryColumnOnce) {
     std::int64_t hidden_columns = 0;
     std::int64_t written = 0;  // rows of grad_weight
     const float* totals_of_rows = nullptr;
-    const Left left = this->left();
+    const Left left = of.of_entropy ? Left() : this->left();  // exponentials that know nothing of a gradient are not read
     const auto expect_dead = [&](const Range& used) {
         EXPECT_TRUE(hidden_columns >= left.columns || !used.meets(left.rows)) << "grad_hidden has yet to read them";
         EXPECT_TRUE(written >= left.columns || !used.meets(left.turned)) << "grad_weight has yet to read them";
@@ -313,6 +317,8 @@ TEST_P(Fp8Programs, Backward_GradientsOfEveryColumnOnce) {
         if (r.kernel == "flce_forward") {
             const Logits p = logits_of(r);
             EXPECT_EQ(p.first_column, written) << "rows before it are written";
+            EXPECT_EQ(p.row_shares != nullptr, of.of_entropy);
+            if (of.of_entropy) expect_owned(bytes_from(p.row_shares, of.tokens * 8), room);
             expect_stored(r, room);
             const Range& codes = p.weight;
             expect_owned(codes, room);
@@ -365,7 +371,7 @@ TEST_P(Fp8ShardPrograms, BackwardInStages_HasTheSameLaunches) {
     EXPECT_EQ(first.memsets, whole.memsets);
     EXPECT_TRUE(rest.memsets.empty());
     EXPECT_EQ(first.count("fp8_finish"), columns() > 0 ? 1 : 0);
-    const bool left = of.kept == 1.0 && columns() > 0;
+    const bool left = of.kept == 1.0 && columns() > 0 && !of.of_entropy;
     EXPECT_EQ(rest.count("grad_weight") > 0, left) << "a sum of grad_hidden runs meanwhile";
     EXPECT_EQ(first.count("grad_weight") > 0, !left && columns() > 0);
     const std::int64_t hidden = of.tokens * spec.hidden_size * static_cast<std::int64_t>(element_bytes(grad_hidden_dtype(spec)));
@@ -378,6 +384,7 @@ TEST_P(Fp8ShardPrograms, BackwardInStages_HasTheSameLaunches) {
 
 constexpr const char* kLarge = "D=2048,V=151936,fp8";
 constexpr const char* kRagged = "D=520,V=2571,fp8,bias,temperature";
+constexpr const char* kWithEntropy = "D=2048,V=50257,fp8,temperature,outputs=loss+entropy";
 const Case kCases[] = {
     {"Nothing", kLarge, 4096},
     {"All", kLarge, 4096, 1.0},
@@ -403,6 +410,13 @@ const Case kCases[] = {
     {"SmoothedAll", "D=2048,V=151936,fp8,label_smoothing=0.1", 4096, 1.0},
     {"SmoothedLittleScratch", "D=2048,V=50257,fp8,label_smoothing=0.1,bias,class_weight,tied", 4096, 0.5, 8 << 20},
     {"SmoothedRagged", "D=520,V=2571,fp8,bias,temperature,class_weight,label_smoothing=0.1", 333, 0.6},
+    {"Entropy", kWithEntropy, 4096},
+    {"EntropyAll", kWithEntropy, 4096, 1.0},
+    {"LentEntropy", kWithEntropy, 4096, 0, 64 << 20, -1, true},
+    {"EntropyWithGradient", kWithEntropy, 4096, 0, 64 << 20, -1, false, true},
+    {"EntropyPartWithGradient", kWithEntropy, 4096, 0.5, 64 << 20, -1, false, true},
+    {"EntropyAllWithGradient", kWithEntropy, 4096, 1.0, 64 << 20, -1, false, true},
+    {"LentEntropyWithGradient", kWithEntropy, 4096, 0, 64 << 20, -1, true, true},
     {"FewClasses", "D=264,V=7,fp8", 300, 1.0},
     {"FewClassesNothing", "D=264,V=7,fp8", 300},
     {"Padded", "D=264,V=1000,padded_vocab_size=1024,fp8=e4m3,fp8_dlogits=e4m3", 300},
@@ -414,6 +428,8 @@ std::string name_of(const testing::TestParamInfo<NamedCase>& info) {
 INSTANTIATE_TEST_SUITE_P(Specs, Fp8Programs, testing::Combine(testing::ValuesIn(kGpus), testing::ValuesIn(kCases)), name_of);
 
 constexpr const char* kLargeShard = "D=2048,V=75968,padded_vocab_size=75971,whole_vocab_size=151936,fp8";
+constexpr const char* kShardWithEntropy =
+    "D=520,V=2571,padded_vocab_size=2574,whole_vocab_size=9000,fp8,softcap=20,label_smoothing=0,outputs=loss+entropy";
 constexpr const char* kSmoothedShard =
     "D=520,V=2571,padded_vocab_size=2574,whole_vocab_size=9000,fp8,bias,class_weight,label_smoothing=0.1";
 constexpr const char* kRaggedShard = "D=520,V=2571,padded_vocab_size=2574,whole_vocab_size=9000,fp8,bias,grad_hidden_dtype=fp32";
@@ -425,6 +441,9 @@ const Case kShardCases[] = {
     {"FewOfAShardAll", kLargeShard, 4096, 1.0, 64 << 20, 700},
     {"OneOfAShard", kLargeShard, 300, 1.0, 4 << 20, 1},
     {"NoneOfAShard", kLargeShard, 4096, 0, 64 << 20, 0},
+    {"EntropyOfAShardWithGradient", kShardWithEntropy, 333, 0.6, 64 << 20, 1537, false, true},
+    {"EntropyOfAShardAllWithGradient", kShardWithEntropy, 333, 1.0, 64 << 20, 1537, false, true},
+    {"EntropyOfAShardAll", kShardWithEntropy, 333, 1.0, 64 << 20, 1537},
     {"SmoothedShard", kSmoothedShard, 333, 0.6},
     {"SmoothedShardAll", kSmoothedShard, 333, 1.0},
     {"FewOfASmoothedShard", kSmoothedShard, 333, 0, 64 << 20, 700},

@@ -66,7 +66,7 @@ struct Row {
     std::int64_t label = 0;
     double a = 0, t = 0, a_terms = 0;  ///< factor of its probabilities at z = lse, what the label's is less by, and Σ |terms| of the first
     double b = 0;                      ///< times z − lse, what the factor of a probability is more by
-    double scale = 0;                  ///< what both are in units of, where there is a b
+    double scale = 0;                  ///< unit of both, where there is a b
     double gain = 1;                   ///< slope that all of its logits have
     double s = 0;                      ///< label smoothing's part, times a class's weight, slope included
     double k = 0;
@@ -222,7 +222,7 @@ private:
         row.e_doubt[j] = row.e_ties[j] + below_range(format_, high, row.e[j], tolerance_.octaves, sharded_);
     }
 
-    /// The same where the entropy has a gradient: exponentials times what their factor is in units of the row's.
+    /// Sets a class's number where the entropy has a gradient: an exponential times its factor, in units of the row's.
     void set_shared(std::int64_t j, Row& row, std::array<double, 3> exponential, double below_lse, double z_error) const {
         const double share = (row.a + row.b * below_lse) / row.scale;
         const double error = (40 * kU * row.a_terms + std::fabs(row.b) * (z_error + 4 * kU * std::fabs(below_lse))) / row.scale;

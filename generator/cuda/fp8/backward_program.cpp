@@ -62,6 +62,7 @@ Statement rows_launch(const BackwardPassFp8& pass) {
         .set(&Params::rows, pass.tokens())
         .set_float(&Params::derivative, static_cast<float>(pass.spec.logit_scale));
     if (pass.smooths) launch.set(&Params::row_smoothing, workspace_at(layout.row_smoothing));
+    if (pass.spec.outputs.entropy) launch.set(&Params::row_shares, workspace_at(layout.row_shares));
     return launch.build();
 }
 
@@ -271,6 +272,7 @@ std::vector<Statement> logits_again(const BackwardPassFp8& pass, const Columns& 
     at.exponentials = chunk.exponentials;
     at.turned = chunk.turned;
     at.pitch = chunk.pitch;
+    if (spec.outputs.entropy) at.row_shares = select(present(Slot::grad_entropy), workspace_at(layout.row_shares), 0);
     LaunchBuilder<ForwardParams> launch(pass.source.kernel(KernelRole::forward), logits_grid(pass.gemms, spec, pass.device, chunk.count));
     launch.set(&ForwardParams::bias, slot(Slot::bias))
         .set(&ForwardParams::class_offset, slot(Slot::class_offset))

@@ -71,7 +71,7 @@ const Gemms& gemms_of(PlanPath path) {
 }
 
 const GemmTile& logits_tile(const Gemms& gemms, const Spec& spec) {
-    const bool crowded = spec.softcap != 0.0 || spec.temperature || spec.class_offset || spec.label_smoothing > 0;
+    const bool crowded = spec.softcap != 0.0 || spec.temperature || spec.class_offset || spec.label_smoothing > 0 || spec.outputs.entropy;
     return crowded ? gemms.crowded_logits : gemms.logits;
 }
 

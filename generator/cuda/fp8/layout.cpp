@@ -181,6 +181,8 @@ BackwardLayoutFp8 backward_layout(const Spec& spec, const Device& device, const 
     const Expr n = slot(Slot::num_tokens);
     BackwardLayoutFp8 b;
     b.retained = retained_layout(spec, plan);
+    // Exponentials that forward has kept know nothing of the entropy's gradient.
+    if (spec.outputs.entropy) b.retained.columns = select(present(Slot::grad_entropy), 0, b.retained.columns);
     b.rows = max(n, 1);
     b.row_blocks = min(n, 1);
     Pieces pieces;
@@ -190,6 +192,7 @@ BackwardLayoutFp8 backward_layout(const Spec& spec, const Device& device, const 
     b.row_targets = pieces.take(n * 8);
     if (spec.temperature) b.row_temperatures = pieces.take(n * 4);
     for (Expr* numbers : {&b.powers, &b.factors, &b.target_dz, &b.target_logits, &b.order, &b.row_scales}) *numbers = pieces.take(n * 4);
+    if (spec.outputs.entropy) b.row_shares = pieces.take(n * 8);
     if (spec.label_smoothing > 0) {
         b.row_smoothing = pieces.take(n * 4);
         b.smoothing = pieces.take(smoothing_bytes(spec));

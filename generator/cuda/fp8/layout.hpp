@@ -69,6 +69,7 @@ struct BackwardLayoutFp8 : BackwardLayout {
     Expr target_logits{0};  //
     Expr order{0};          //
     Expr row_scales{0};     //
+    Expr row_shares{0};     ///< [N], with the entropy
     Expr row_smoothing{0};  ///< [N], with label smoothing, and SmoothingSums' memory
     Expr smoothing{0};      //
     Expr class_scales{0};   ///< [V], of the most classes that a shard has, and so is the next one, where logits are made again

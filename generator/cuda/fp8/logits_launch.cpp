@@ -73,6 +73,7 @@ Statement logits_launch_of(const Gemms& gemms, const Spec& spec, LaunchBuilder<F
         .set(&Params::columns, at.columns)
         .set(&Params::stored, at.stored)
         .set(&Params::sums, at.sums);
+    if (spec.outputs.entropy) full.set(&Params::row_shares, at.row_shares);
     return build_with_rows(std::move(full), spec, {slot(Slot::temperature)});
 }
 

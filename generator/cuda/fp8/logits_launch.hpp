@@ -32,13 +32,14 @@ struct LogitsAt {
     Expr weight_codes{0};
     Expr column_scales{0};
     Expr powers{0};
-    Expr stored{0};  ///< Fp8LogitsParams', and so are `again`, `unless` and `sums`
+    Expr stored{0};  ///< Fp8LogitsParams', and so are `again`, `unless`, `sums` and `row_shares`
     Expr exponentials{0};
     Expr turned{0};
     Expr pitch{0};
     Expr again{0};
     Expr unless{0};
     Expr sums{0};
+    Expr row_shares{0};
 };
 /// Adds to `launch` everything but what ForwardParams has.
 [[nodiscard]] Statement logits_launch(const Gemms& gemms, const Spec& spec, LaunchBuilder<ForwardParams> launch, const LogitsAt& at);

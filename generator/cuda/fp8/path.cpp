@@ -40,7 +40,7 @@ Reason problem(const Spec& spec, const Device& device, Strategy strategy) {
     if (auto reason = oldest_gpu_problem(device)) return reason;
     if (auto reason = device_problem(gemms, device)) return reason;
     if (spec.dtype != DType::bf16) return refused(fmt::format("dtype={}", to_string(spec.dtype)), "rounds numbers of bf16");
-    if (spec.outputs.entropy || spec.outputs.log_sum_sq_probs || spec.outputs.top1) return refused("outputs", "adds up nothing but lse");
+    if (spec.outputs.log_sum_sq_probs || spec.outputs.top1) return refused("outputs", "adds up nothing but lse and the entropy");
     if (spec.softcap != 0.0 && spec.class_offset) return refused("class_offset", "tells a softcap's slope by the logit alone");
     if (spec.offset_gradient) return refused("offset_gradient", "differentiates the whole logit");
     if (strategy == Strategy::retain && spec.fp8_dlogits == Fp8Dlogits::e4m3) {
