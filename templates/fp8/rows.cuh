@@ -146,6 +146,7 @@ __device__ __forceinline__ void fp8_rows(const Fp8RowsParams& p) {
     const RowTarget target = static_cast<const RowTarget*>(p.row_targets)[row];
     float power = 0.f;
     float factor = 0.f;
+    float2 of_logit = make_float2(0.f, 0.f);
     if (target.target >= 0) {
         const unsigned largest =
             largest_of_row<Problem>(static_cast<const Bf16*>(p.hidden) + static_cast<long long>(row) * Problem::hidden_size);
@@ -156,8 +157,7 @@ __device__ __forceinline__ void fp8_rows(const Fp8RowsParams& p) {
         if constexpr (Problem::entropy) {
             const fp8::RowShares shares = fp8::row_shares(k.x, k.y, target.lse);
             a = shares.scale;
-            const float2 of_logit = make_float2(shares.at_lse - shares.slope * target.lse, shares.slope);
-            if (threadIdx.x % 32 == 0) reinterpret_cast<float2*>(p.row_shares)[row] = of_logit;
+            of_logit = make_float2(shares.at_lse - shares.slope * target.lse, shares.slope);
         }
         factor = fp8::row_factor(a * p.derivative, power, target.lse);
         const float bound = fabsf(factor) * __uint_as_float(largest);
@@ -166,6 +166,7 @@ __device__ __forceinline__ void fp8_rows(const Fp8RowsParams& p) {
     if (threadIdx.x % 32 != 0) return;
     p.powers[row] = power;
     p.factors[row] = factor;
+    if constexpr (Problem::entropy) reinterpret_cast<float2*>(p.row_shares)[row] = of_logit;
     if constexpr (Problem::label_smoothing) {
         p.row_smoothing[row] = target.target >= 0 ? static_cast<const float4*>(p.coefficients)[row].w * p.derivative : 0.f;
     }
