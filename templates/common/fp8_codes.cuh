@@ -131,7 +131,8 @@ FLCE_HOST_DEVICE RowShares row_shares(float a, float b, float lse) {
 /// z·log2 e − k, of which E is a power of two.
 FLCE_HOST_DEVICE float power_of_logit(float logit, float exponent) { return fmaf(logit, log2_e(), -exponent); }
 /// r with dz = r · E, E the exponentials above k. `a`: the row's factor of probabilities (RowCoefficients::a or a scale of RowShares, times
-/// the slope that all of its logits have). NaN where lse is so large that fp32 has no integers beside it, and exponentials above k could be any number.
+/// the slope that all of its logits have). NaN where lse is so large that fp32 has no integers beside it, and exponentials above k could be
+/// any number.
 FLCE_HOST_DEVICE float row_factor(float a, float exponent, float lse) {
     if (!(fabsf(lse) < 0x1p23f)) return float_of(0x7fc00000U);
     return a * exp2f(-power_of_logit(lse, exponent));

@@ -48,15 +48,25 @@ namespace flce::test {
     return all;
 }
 
-/// Log of NVRTC for a unit. A text is compiled once in a process, and where FLCE_TEST_CACHE names a folder once in a run: many units of
-/// different options are equal.
+[[nodiscard]] inline std::string digest_of(const std::string& text) {
+    std::string digest;
+    for (const std::byte byte : checksum_of(as_byte_span(text))) digest += fmt::format("{:02x}", static_cast<unsigned>(byte));
+    return digest;
+}
+
+/// Log of NVRTC for a unit. A text is compiled once in a process, and where FLCE_TEST_CACHE names a folder once for these templates: many
+/// units of different options are equal.
 [[nodiscard]] inline std::string compile_log(const CudaUnit& unit, const std::vector<std::string>& options) {
     static std::map<std::string, std::string> logs;
-    std::string text = unit.source;
+    static const std::string templates = [] {
+        std::string all;
+        for (const EmbeddedHeader& header : embedded_templates()) all.append(header.name).append(header.text);
+        return digest_of(all);
+    }();
+    std::string text = unit.source + templates;
     for (const std::string& option : options) text += "\n" + option;
     for (const KernelEntry& kernel : unit.kernels) text += "\n" + kernel.name;
-    std::string name;
-    for (const std::byte byte : checksum_of(as_byte_span(text))) name += fmt::format("{:02x}", static_cast<unsigned>(byte));
+    const std::string name = digest_of(text);
     if (const auto known = logs.find(name); known != logs.end()) return known->second;
     const char* cache = std::getenv("FLCE_TEST_CACHE");
     const std::filesystem::path file = cache == nullptr ? std::filesystem::path() : std::filesystem::path(cache) / "compile-logs" / name;
