@@ -317,7 +317,9 @@ def test_of_many_tokens(
         again = torch.autograd.grad((made.divergence * upstream).sum(), inputs[:2])
         for which, found, same, each in zip(("hidden", "weight"), gradients, again, exact, strict=True):
             bound = GRADIENT_BOUND[dtype] if part == 0 else 2 * GRADIENT_BOUND[dtype] + 1e-3
-            close(found, each.double(), bound, f"gradient of {which}, {part}")
+            # A weight's gradients of 150,001 classes are subnormal numbers of fp16, which are 2^-24 apart.
+            apart = 2**-24 * math.sqrt(each.numel()) / float(each.double().norm()) if dtype is torch.float16 else 0.0
+            close(found, each.double(), bound + apart, f"gradient of {which}, {part}")
             assert torch.equal(found, same), f"gradient of {which} again, {part}: {(found != same).sum()} of {found.numel()} differ"
 
 
