@@ -72,14 +72,19 @@ __device__ __forceinline__ float lanes_largest(float of_lane) {
 
 /// A block of RetainedPairs, from the launch's first row on.
 struct PairBlock {
-    unsigned* pairs;       ///< [tokens, kPairColumns]
-    unsigned* references;  ///< [tokens, kPairGroups]
+    const RetainedPairs& p;
+    long long block;
 
     /// `column`: of the vocabulary, in the block.
-    __device__ __forceinline__ PairBlock(const RetainedPairs& p, int column) {
-        unsigned* const block = reinterpret_cast<unsigned*>(static_cast<char*>(p.data) + column / kPairColumns * p.block_bytes);
-        pairs = block + p.first_row * kPairColumns;
-        references = block + p.tokens * kPairColumns + p.first_row * kPairGroups;
+    __device__ __forceinline__ PairBlock(const RetainedPairs& pairs, int column) : p(pairs), block(column / kPairColumns) {}
+    /// The kPairColumns pairs of a row.
+    __device__ __forceinline__ unsigned* pairs_of(int row) const {
+        return reinterpret_cast<unsigned*>(static_cast<char*>(p.data) + block * p.block_bytes + (p.first_row + row) * p.row_bytes);
+    }
+    /// The kPairGroups references of a row.
+    __device__ __forceinline__ unsigned* references_of(int row) const {
+        return reinterpret_cast<unsigned*>(static_cast<char*>(p.data) + p.references + block * p.reference_block_bytes +
+                                           (p.first_row + row) * p.reference_row_bytes);
     }
     /// References of a group by its largest logits. They are finite, so that a logit of −∞ stays one.
     static __device__ __forceinline__ unsigned reference_of(const LogitPair& largest) {

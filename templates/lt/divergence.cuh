@@ -20,19 +20,19 @@ struct HeadTile {
         const PairBlock block(p, column);
 #pragma unroll
         for (int h = 0; h < LtPlace::kRows; ++h) {
-            const long long row = place.row(0, h);
+            const int row = place.row(0, h);
 #pragma unroll
             for (int j = 0; j < LtPlace::kColumnPieces; j += 2) {
                 const int first = place.column(j, 0);
                 const unsigned reference = PairBlock::reference_of(
                     {lanes_largest<kPairGroup / 4>(largest(student, j, h)), lanes_largest<kPairGroup / 4>(largest(teacher, j, h))});
                 if (row >= rows) continue;
-                if (first % kPairGroup == 0) block.references[row * kPairGroups + first / kPairGroup] = reference;
+                if (first % kPairGroup == 0) block.references_of(row)[first / kPairGroup] = reference;
                 const LogitPair most = PairBlock::references_in(reference);
                 const uint4 four = make_uint4(PairBlock::pack(at(j, 2 * h), most), PairBlock::pack(at(j, 2 * h + 1), most),
                                               PairBlock::pack(at(j + 1, 2 * h), most), PairBlock::pack(at(j + 1, 2 * h + 1), most));
                 // The next product's operands shall stay in L2.
-                __stcs(reinterpret_cast<uint4*>(block.pairs + row * kPairColumns + first), four);
+                __stcs(reinterpret_cast<uint4*>(block.pairs_of(row) + first), four);
             }
         }
     }
@@ -118,7 +118,7 @@ struct HeadsBlock {
             const bool retained = Problem::retain && first_column < p.retained.columns;
             if constexpr (Problem::retain && Sums::kSecond) {
                 if (retained) {
-                    add_pairs(PairTile(p.retained, place, p.rows, first_column), sums);
+                    add_retained(place, first_column, sums);
                     continue;
                 }
             }
@@ -143,7 +143,22 @@ struct HeadsBlock {
             PairTile pairs = next;
             pairs.load_references(p.retained, place, p.rows, column);
             if (tile + 1 < end) next.load_pairs(p.retained, place, p.rows, column + kLtTileColumns);
-            add_pairs(pairs, sums);
+#pragma unroll
+            for (int h = 0; h < LtPlace::kRows; ++h) {
+                add_fours<PairTile::kPieces>(sums[h], [&](int i) { return FourPairs{pairs.pairs[h][i], pairs.references[h][i]}; });
+            }
+        }
+    }
+    /// Adds a tile that is retained, four pairs at a time.
+    __device__ __forceinline__ void add_retained(const LtPlace& place, int column, Sums (&sums)[LtPlace::kRows]) const {
+#pragma unroll
+        for (int h = 0; h < LtPlace::kRows; ++h) {
+            if (place.row(0, h) >= p.rows) continue;
+            add_fours<PairTile::kPieces>(sums[h], [&](int i) {
+                FourPairs four;
+                four.load(p.retained, place.row(0, h), column + place.column(2 * i, 0));
+                return four;
+            });
         }
     }
 };
@@ -270,7 +285,7 @@ struct RetainedRows {
     using Params = TemperedOf<Problem, LtDivergenceDlogitsParams>;
 };
 
-/// Dlogits of retained logits. The pairs of a warp's next rows are on their way while these rows' gradients are made.
+/// Dlogits of retained logits. A row's pairs are on their way while the gradients of the row before it are made.
 template <class Problem, class Teacher, class TileT>
 struct RetainedDlogits : DlogitsBlock<Problem, RetainedRows<Problem>> {
     using Base = DlogitsBlock<Problem, RetainedRows<Problem>>;
@@ -287,20 +302,23 @@ struct RetainedDlogits : DlogitsBlock<Problem, RetainedRows<Problem>> {
         const int first = static_cast<int>(blockIdx.x) * kLtBlockRows + LtPlace::warp() * kWarpRows;
         const int end = min(first + kWarpRows, p.rows);
         const int column = static_cast<int>(p.first_column) + column0;
-        PairTile next;
+        PairTile pairs;
         place.first_row = first;
-        next.load_pairs(p.retained, place, p.rows, column);
+        pairs.load_pairs(p.retained, place, p.rows, column);
 #pragma unroll 1
         for (int row = first; row < end; row += LtPlace::kRows) {
             place.first_row = row;
-            PairTile pairs = next;
-            pairs.load_references(p.retained, place, p.rows, column);
-            place.first_row = row + LtPlace::kRows;
-            if (place.first_row < end) next.load_pairs(p.retained, place, p.rows, column);
+            // A bias's sums and a softcap's slopes leave no registers for both rows' references.
+            constexpr bool kFew = Problem::bias || Problem::stores_derivative;
+            if constexpr (!kFew) pairs.load_references(p.retained, place, p.rows, column);
 #pragma unroll
             for (int h = 0; h < LtPlace::kRows; ++h) {
                 float c[LtPlace::kColumnPieces][4];
+                place.first_row = row;
+                if constexpr (kFew) pairs.load_references(p.retained, place, p.rows, column, h);
                 replace_row(pairs, h, row + h, scale, c);
+                place.first_row = row + LtPlace::kRows;
+                if (place.first_row < end) pairs.load_row(p.retained, place, p.rows, column, h);
                 if (row + h < p.rows) this->write(c, h, row + h);
             }
         }

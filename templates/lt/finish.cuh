@@ -3,6 +3,7 @@
 
 #include "flce/common/retain_kernels.cuh"
 #include "flce/lt/dlogits.cuh"
+#include "flce/lt/pairs.cuh"
 
 namespace flce {
 
@@ -52,6 +53,21 @@ __device__ __forceinline__ void scaled_hidden(const LtScaledHiddenParams& p) {
     const int row = (static_cast<int>(blockIdx.x) * kRowThreads + static_cast<int>(threadIdx.x)) / 32;
     if (row >= p.rows) return;
     scale_hidden<Problem>(p.hidden, RowList{}, row, p.row_scales[row], p.scaled);
+}
+
+/// Scales of the rows of gradients in the place of pairs, and hidden states times them. A warp has a row.
+template <class Problem>
+__device__ __forceinline__ void divergence_scales(const DivergenceScalesParams& p) {
+    write_factors<Problem>(p.factors, p.scalars);
+    const int row = (static_cast<int>(blockIdx.x) * kRowThreads + static_cast<int>(threadIdx.x)) / 32;
+    if (row >= p.rows) return;
+    float scale = 0.f;
+    if (static_cast<const RowTarget*>(p.row_targets)[row].target >= 0) {
+        scale = static_cast<const float4*>(p.coefficients)[row].x * (dlogits_scale<Problem>(p.scalars, false) * p.derivative) *
+                pair_gradient_scale<Problem>(p.student_divergence[row], true);
+    }
+    if (threadIdx.x % 32 == 0) p.row_scales[row] = scale;
+    if (p.scaled != nullptr) scale_hidden<Problem>(p.hidden, RowList{}, row, scale, p.scaled);
 }
 
 }  // namespace flce

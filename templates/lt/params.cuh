@@ -61,6 +61,32 @@ struct LtDivergenceDlogitsParams : LtDlogitsParams {
 };
 static_assert(+kLtTileColumns == +kPairColumns, "a warp has a block of pairs at a time");
 
+/// Rows of pairs, all of the vocabulary's, that become gradients in their place: of each loss by the student's logits, at an upstream
+/// gradient of 1 and before the temperature and the logits' scale. A token's 16-bit gradients lie side by side in the first half of its
+/// pairs.
+struct PairRowsParams : ForwardParams {
+    RetainedPairs retained;
+    const float* lse;  ///< [rows], and so are the next two
+    const float* teacher_lse;
+    const float* student_divergence;
+    float beta;
+    int unused;
+};
+
+/// Scales of the rows of such gradients.
+struct DivergenceScalesParams {
+    const void* hidden;               ///< [rows, D]
+    void* scaled;                     ///< [rows, D], hidden states times their rows' scales; null: nobody reads them
+    const float* student_divergence;  ///< [rows]
+    const void* coefficients;
+    const void* row_targets;
+    const PassScalars* scalars;
+    float* row_scales;  ///< [rows]
+    float* factors;     ///< Gemm::factors of grad_weight, written here
+    int rows;
+    float derivative;  ///< d logit / d (hidden · weightᵀ) at a temperature of 1, but for a softcap's
+};
+
 /// Exponentials of rows whose reference turned out to be far below their logits.
 struct LtStaleParams : ForwardParams {
     void* exponentials;

@@ -309,8 +309,8 @@ struct HeadSumsSm90
         most = PairBlock::references_in(reference);
         const PairBlock block(p.retained, column);
         const int within = column % kPairColumns;
-        if (mainloop.place.lane % 4 == 0) block.references[static_cast<long long>(row) * kPairGroups + within / kPairGroup] = reference;
-        unsigned* const to = block.pairs + static_cast<long long>(row) * kPairColumns + within + mainloop.place.column(0, 0);
+        if (mainloop.place.lane % 4 == 0) block.references_of(row)[within / kPairGroup] = reference;
+        unsigned* const to = block.pairs_of(row) + within + mainloop.place.column(0, 0);
 #pragma unroll
         for (int e = 0; e < kOfGroup; e += 2) {
             __stcs(reinterpret_cast<uint2*>(to + e * 4),
@@ -343,24 +343,23 @@ struct HeadSumsSm90
     }
 };
 
-template <class Problem, class Teacher, class TileT>
-struct HeadsSumsSm90 : HeadSumsSm90<Problem, Teacher, TileT, LaneDivergence<Problem>> {
-    using HeadSumsSm90<Problem, Teacher, TileT, LaneDivergence<Problem>>::HeadSumsSm90;
-};
-template <class Problem, class Teacher, class TileT>
-__device__ __forceinline__ void heads_sums_sm90(const typename HeadsSumsSm90<Problem, Teacher, TileT>::Params& p) {
+template <class Heads>
+__device__ __forceinline__ void sum_heads(const typename Heads::Params& p) {
     prefetch_maps(p.hidden_map, p.weight_map, p.teacher_hidden_map, p.teacher_weight_map);
-    HeadsSumsSm90<Problem, Teacher, TileT>(p).run();
+    Heads(p).run();
 }
 
 template <class Problem, class Teacher, class TileT>
-struct HeadsMixtureSm90 : HeadSumsSm90<Problem, Teacher, TileT, LaneMixture<Problem>> {
-    using HeadSumsSm90<Problem, Teacher, TileT, LaneMixture<Problem>>::HeadSumsSm90;
-};
+using HeadsSumsSm90 = HeadSumsSm90<Problem, Teacher, TileT, LaneDivergence<Problem>>;
+template <class Problem, class Teacher, class TileT>
+__device__ __forceinline__ void heads_sums_sm90(const typename HeadsSumsSm90<Problem, Teacher, TileT>::Params& p) {
+    sum_heads<HeadsSumsSm90<Problem, Teacher, TileT>>(p);
+}
+template <class Problem, class Teacher, class TileT>
+using HeadsMixtureSm90 = HeadSumsSm90<Problem, Teacher, TileT, LaneMixture<Problem>>;
 template <class Problem, class Teacher, class TileT>
 __device__ __forceinline__ void heads_mixture_sm90(const typename HeadsMixtureSm90<Problem, Teacher, TileT>::Params& p) {
-    prefetch_maps(p.hidden_map, p.weight_map, p.teacher_hidden_map, p.teacher_weight_map);
-    HeadsMixtureSm90<Problem, Teacher, TileT>(p).run();
+    sum_heads<HeadsMixtureSm90<Problem, Teacher, TileT>>(p);
 }
 
 /// Logits of a tile become the student's gradients, in the Problem's dtype.

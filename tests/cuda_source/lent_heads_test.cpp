@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "flce/plan.hpp"
+#include "generator/cuda/common/heads_kernels.hpp"
 #include "generator/cuda_program.hpp"
 #include "generator/planner.hpp"
 #include "templates/lt/params.cuh"
@@ -30,7 +31,7 @@ constexpr std::int64_t kOwn = std::int64_t{99} << 44;
 constexpr std::int64_t kLittleScratch = 16 << 20;
 constexpr std::int64_t kParkedBytes = std::int64_t{132} * 2 * 128 * 192 * 4;  ///< parked products of an H200's blocks
 
-enum class Kept { none, own, lent };
+enum class Kept { none, own, lent, all };  ///< all: in memory of its own
 
 struct Case {
     const char* name;
@@ -122,7 +123,8 @@ protected:
     std::int64_t weight_area = 0;
     std::int64_t hidden_area = 0;
     std::int64_t retained_read = 0;  ///< logits of one head
-    int generation = 0;              ///< number of the dlogits at hand
+    int gradient_products = 0;
+    int generation = 0;  ///< number of the dlogits at hand
     bool dlogits_read = false;
 
     Plan planned() const {
@@ -139,7 +141,8 @@ protected:
         if (of.kept == Kept::none) return made;
         const bool lent = of.kept == Kept::lent;
         set(Slot::retained, lent ? made[static_cast<std::size_t>(Slot::grad_weight)] : kOwn);
-        set(Slot::retained_bytes, lent ? evaluate(program.lendable_bytes, made) : evaluate(program.retained_bytes, made) / 3);
+        const std::int64_t most = evaluate(program.retained_bytes, made);
+        set(Slot::retained_bytes, lent ? evaluate(program.lendable_bytes, made) : of.kept == Kept::all ? most : most / 3);
         set(Slot::retained_in_grad_weight, lent ? 1 : 0);
         return made;
     }
@@ -169,6 +172,7 @@ protected:
         of_rows(g.a, rows, columns, g.lda, bytes_of(spec.dtype),
                 [&](std::int64_t begin, std::int64_t bytes) { memory.expect(begin, bytes, dlogits_name(), std::string(g.kind.name)); });
         dlogits_read = true;
+        ++gradient_products;
         (of_weight ? weight_area : hidden_area) += rows * columns;
         if (of_weight) memory.write(g.result, matrix_bytes(g.m, g.n, g.ld, bytes_of(g.kind.result)), "gradient");
     }
@@ -188,10 +192,31 @@ protected:
     /// Calls `act` with the ranges of a block of retained logits, and what they are called.
     template <class Act>
     void of_retained(const RetainedPairs& p, std::int64_t rows, std::int64_t column, const Act& act) {
-        const std::int64_t block = address(p.data) + column / kPairColumns * p.block_bytes;
+        const std::int64_t block = column / kPairColumns;
         const std::string name = fmt::format("logits from column {} on", column);
-        act(block + p.first_row * kPairColumns * 4, rows * kPairColumns * 4, name);
-        act(block + p.tokens * kPairColumns * 4 + p.first_row * kPairGroups * 4, rows * kPairGroups * 4, name);
+        const auto of_matrix = [&](std::int64_t at, std::int64_t row_bytes, std::int64_t columns) {
+            of_rows(at + p.first_row * row_bytes, rows, columns, row_bytes / 4, 4,
+                    [&](std::int64_t begin, std::int64_t bytes) { act(begin, bytes, name); });
+        };
+        of_matrix(address(p.data) + block * p.block_bytes, p.row_bytes, kPairColumns);
+        of_matrix(address(p.data) + p.references + block * p.reference_block_bytes, p.reference_row_bytes, kPairGroups);
+    }
+    /// Gradients in the place of pairs, all of which are read before.
+    void pair_gradients_launch(const PairRowsParams& p) {
+        EXPECT_EQ(p.retained.columns, spec.vocab_size);
+        for (std::int64_t column = 0; column < p.retained.columns; column += kPairColumns) {
+            of_retained(p.retained, p.rows, column, [&](std::int64_t begin, std::int64_t bytes, const std::string& name) {
+                memory.expect(begin, bytes, name, "gradients of pairs");
+            });
+        }
+        if (std::exchange(dlogits_read, false)) ++generation;
+        of_rows(address(p.retained.data) + p.retained.first_row * p.retained.row_bytes, p.rows, spec.vocab_size,
+                p.retained.row_bytes / bytes_of(spec.dtype), bytes_of(spec.dtype),
+                [&](std::int64_t begin, std::int64_t bytes) { memory.write(begin, bytes, dlogits_name()); });
+    }
+    void scales_launch(const DivergenceScalesParams& p) {
+        memory.write(address(p.row_scales), std::int64_t{p.rows} * 4, "scales");
+        retained_read += std::int64_t{p.rows} * spec.vocab_size;
     }
     void joined_launch(const HeadsSm90Params& p, bool second) {
         EXPECT_GT(p.jobs.strips, 0);
@@ -254,6 +279,12 @@ protected:
         if (r.kernel == "flce_heads_dlogits") joined_dlogits_launch(r.params<HeadsDlogitsSm90Params>());
         if (r.kernel == "flce_dlogits") dlogits_launch(r.params<LtDivergenceDlogitsParams>(), false);
         if (r.kernel == "flce_divergence_retained") dlogits_launch(r.params<LtDivergenceDlogitsParams>(), true);
+        if (r.kernel == "flce_divergence_gradients") pair_gradients_launch(r.params<PairRowsParams>());
+        if (r.kernel == "flce_divergence_scales") scales_launch(r.params<DivergenceScalesParams>());
+        if (r.kernel == "flce_finish_hidden") {
+            const auto p = r.params<LtFinishHiddenParams>();
+            if (p.row_scales != nullptr) memory.expect(address(p.row_scales), p.rows * 4, "scales", "grad_hidden");
+        }
         if (r.kernel == "flce_finish_weight") {
             const auto p = r.params<LtFinishWeightParams>();
             memory.write(address(p.grad_weight), p.columns * gradient_row(), "gradient");
@@ -261,6 +292,7 @@ protected:
     }
     void walk(const LaunchProgram& pass) {
         products_in_gradient = student_area = joined_area = weight_area = hidden_area = retained_read = 0;
+        gradient_products = 0;
         test::interpret(
             pass, slots, [&](const InterpretedLaunch& each) { launch(each); }, [](std::int64_t, std::int64_t) {},
             [&](const InterpretedGemm& g) { g.kind.name == "logits" ? logits(g) : gradient(g); });
@@ -297,6 +329,7 @@ TEST_P(LentHeads, NothingIsWrittenOverBeforeItIsRead) {
     EXPECT_EQ(student_area + joined_area + retained_read, all);
     EXPECT_GT(products_in_gradient + joined_area + retained_read, 0);
     memory.expect(gradient, spec.vocab_size * gradient_row(), "gradient", "the caller");
+    if (of.kept == Kept::all && of.tokens > kFewHeadsRows && !spec.bias) EXPECT_EQ(gradient_products, 2);
 }
 
 /// Parts of all logits, where the memory is as scarce as in a usual layer.
@@ -332,6 +365,11 @@ INSTANTIATE_TEST_SUITE_P(
                         Case{"LittleScratchNarrow", "D=1024,V=151936,teacher_hidden_size=2048", 256, Kept::none, kLittleScratch},
                         Case{"Recomputed", "D=2048,V=151936,teacher_hidden_size=4096", 4096, Kept::none},
                         Case{"OfItsOwn", "D=2048,V=151936,teacher_hidden_size=4096,divergence_beta=0.3", 4096, Kept::own},
+                        Case{"All", "D=1024,V=20001,teacher_hidden_size=1024", 300, Kept::all},
+                        Case{"AllOfAMixture", "D=1024,V=20001,teacher_hidden_size=1024,divergence_beta=0.3,dtype=fp16", 301, Kept::all},
+                        Case{"AllWithBias", "D=2048,V=20001,teacher_hidden_size=1024,divergence_beta=1,bias", 300, Kept::all},
+                        Case{"AllOfRowBlocks", "D=1024,V=20000,teacher_hidden_size=1024", 10000, Kept::all, 24 << 20},
+                        Case{"AllOfFewTokens", "D=1024,V=20001,teacher_hidden_size=104,divergence_beta=0.5", 100, Kept::all},
                         Case{"Fp32", "D=512,V=50257,teacher_hidden_size=520,dtype=fp32", 3001, Kept::none},
                         Case{"Fp16", "D=1024,V=50257,teacher_hidden_size=1024,divergence_beta=1,dtype=fp16,temperature", 3001},
                         Case{"Fp32Gradient", "D=1024,V=50257,teacher_hidden_size=1024,grad_weight_dtype=fp32", 3001},

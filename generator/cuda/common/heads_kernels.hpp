@@ -34,6 +34,10 @@ struct HeadsScratch {
 struct RetainedPairsAt {
     Expr data{0};
     Expr block_bytes{0};
+    Expr row_bytes{0};
+    Expr references{0};
+    Expr reference_block_bytes{0};
+    Expr reference_row_bytes{0};
     Expr columns{0};
     Expr first_row{0};
 };
@@ -42,7 +46,10 @@ template <class Params>
 void set_pairs(LaunchBuilder<Params>& launch, const RetainedPairsAt& pairs) {
     launch.set(&Params::retained, &RetainedPairs::data, pairs.data)
         .set(&Params::retained, &RetainedPairs::block_bytes, pairs.block_bytes)
-        .set(&Params::retained, &RetainedPairs::tokens, slot(Slot::num_tokens))
+        .set(&Params::retained, &RetainedPairs::row_bytes, pairs.row_bytes)
+        .set(&Params::retained, &RetainedPairs::references, pairs.references)
+        .set(&Params::retained, &RetainedPairs::reference_block_bytes, pairs.reference_block_bytes)
+        .set(&Params::retained, &RetainedPairs::reference_row_bytes, pairs.reference_row_bytes)
         .set(&Params::retained, &RetainedPairs::first_row, pairs.first_row)
         .set(&Params::retained, &RetainedPairs::columns, pairs.columns);
 }

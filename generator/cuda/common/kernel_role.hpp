@@ -24,7 +24,7 @@ namespace flce {
     /* A divergence from a teacher's head. */                                                             \
     X(divergence_sums) X(divergence_mixture) X(divergence_outputs) X(divergence_retained)                 \
     X(divergence_shard_sums) X(divergence_pairs) X(heads_sums /* with both products */) X(heads_mixture)   \
-    X(heads_dlogits)                                                                                      \
+    X(heads_dlogits) X(divergence_gradients) X(divergence_scales)                                         \
     /* Around the products of a library. */                                                               \
     X(stale_sums) X(stale_rows) X(scaled_hidden) X(finish_hidden) X(finish_weight)                        \
     /* Over the ids of each row alone. */                                                                 \

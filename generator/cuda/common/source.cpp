@@ -109,7 +109,7 @@ bool sees_logits(KernelRole role) {
            role == KernelRole::backward_chunks || role == KernelRole::hidden_chunks || role == KernelRole::stale_sums ||
            role == KernelRole::stale_rows || role == KernelRole::divergence_sums || role == KernelRole::divergence_mixture ||
            role == KernelRole::divergence_retained || role == KernelRole::divergence_pairs || role == KernelRole::heads_sums ||
-           role == KernelRole::heads_mixture || role == KernelRole::heads_dlogits;
+           role == KernelRole::heads_mixture || role == KernelRole::heads_dlogits || role == KernelRole::divergence_gradients;
 }
 
 }  // namespace

@@ -233,6 +233,37 @@ Statement finish_hidden_launch(const Pass& pass, const Expr& row_scales, const E
     return launch.build();
 }
 
+/// Both gradients, each as one product, from the gradients by logits that forward has left.
+std::vector<Statement> kept_gradients_steps(const Pass& pass, const RetainedHeads& retained) {
+    using Params = DivergenceScalesParams;
+    const Spec& spec = pass.spec;
+    const Expr n = slot(Slot::num_tokens);
+    const std::int64_t row_bytes = spec.hidden_size * pass.element_bytes;
+    const auto scales = [&](const RowBlock& rows) {
+        LaunchBuilder<Params> launch(pass.source.kernel(KernelRole::divergence_scales), ceil_div(rows.count, kRowThreads / 32));
+        launch.set(&Params::hidden, slot(Slot::hidden) + rows.first * row_bytes)
+            .set(&Params::scaled, select(present(Slot::grad_weight), pass.operand() + rows.first * row_bytes, 0))
+            .set(&Params::student_divergence, slot(Slot::student_divergence) + rows.first * 4)
+            .set(&Params::coefficients, workspace_at(pass.layout.coefficients))
+            .set(&Params::row_targets, workspace_at(pass.layout.row_targets))
+            .set(&Params::scalars, scalars_at())
+            .set(&Params::row_scales, retained.row_scales() + rows.first * 4)
+            .set(&Params::factors, pass.factors())
+            .set(&Params::rows, rows.count)
+            .set_float(&Params::derivative, static_cast<float>(spec.logit_scale));
+        return launch.build();
+    };
+    const Matrix slopes{slot(Slot::retained), floor_div(retained.pairs.row_bytes, pass.element_bytes)};
+    const Matrix weight = weight_matrix(spec, pass.hidden_major, slot(Slot::weight));
+    Statement of_weight = grad_weight_gemm(spec, pass.plan, n, pass.columns, slopes, pass.operand(), spec.grad_weight_dtype,
+                                           pass.grad_weight_from(0), pass.adds_weight(), pass.factors(), pass.gemm_workspace());
+    Statement of_hidden =
+        grad_hidden_gemm(spec, pass.plan, n, pass.columns, slopes, weight, pass.hidden_major, pass.sum(), 0, pass.gemm_workspace());
+    return {retained_rows_step(pass, scales),
+            {If{present(Slot::grad_weight), {std::move(of_weight)}}},
+            {If{present(Slot::grad_hidden), {std::move(of_hidden), finish_hidden_launch(pass, retained.row_scales(), 1)}}}};
+}
+
 /// Hidden states with zeros for ignored tokens, whose dlogits are 0: 0 times NaN is not.
 Statement gather_launch(const Pass& pass) {
     using Params = GatherRowsParams;
@@ -360,7 +391,12 @@ LaunchProgram backward_program(const Spec& spec, const Device& device, const Pla
         steps.push_back({If{and_not(any, pass.all_retained), {retained_weight_step(pass)}}});
     }
     const Expr some_again = less(pass.retained.columns, pass.columns) && tokens;
-    steps.push_back({If{any_gradient() && some_again, chunk_steps(pass)}});
+    std::vector<Statement> of_chunks = chunk_steps(pass);
+    if (may_keep_gradients(spec, plan)) {
+        const RetainedHeads heads = retained_heads(spec, plan);
+        of_chunks = {{If{heads.gradients, kept_gradients_steps(pass, heads)}}, {If{!heads.gradients, std::move(of_chunks)}}};
+    }
+    steps.push_back({If{any_gradient() && some_again, std::move(of_chunks)}});
     if (is_shard(spec)) steps.push_back(zero_without_class(pass));
     const int variables = kBlockLoop + 1;
     if (!retains) {

@@ -120,6 +120,20 @@ std::vector<Statement> walk_steps(const ForwardPass& pass, const ForwardLayoutLt
 
 }  // namespace
 
+std::vector<Statement> pair_gradients_steps(const ForwardPass& pass) {
+    using Params = PairRowsParams;
+    if (!may_keep_gradients(pass.spec, pass.plan)) return {};
+    const RetainedHeads retained = retained_heads(pass.spec, pass.plan);
+    const Expr& base = pass.rows.base;
+    LaunchBuilder<Params> launch(forward_launch(pass, KernelRole::divergence_gradients, pass.rows.count, 1));
+    launch.set(&Params::lse, slot(Slot::lse) + base * 4)
+        .set(&Params::teacher_lse, slot(Slot::teacher_lse) + base * 4)
+        .set(&Params::student_divergence, slot(Slot::student_divergence) + base * 4)
+        .set_float(&Params::beta, static_cast<float>(pass.spec.divergence_beta));
+    set_pairs(launch, retained.from_row(base));
+    return {{If{retained.gradients, {build_with_rows(std::move(launch), pass.spec, row_numbers_at(pass.rows))}}}};
+}
+
 LaunchProgram divergence_program(const Spec& spec, const Device& device, const Plan& plan, const CudaSource& source,
                                  const ForwardLayoutLt& layout) {
     ForwardPass pass(spec, plan, source, layout);
@@ -135,6 +149,7 @@ LaunchProgram divergence_program(const Spec& spec, const Device& device, const P
     if (divergence_form(spec.divergence_beta) == kMixture) {
         std::ranges::move(walk(KernelRole::divergence_mixture, true), std::back_inserter(steps));
     }
+    std::ranges::move(pair_gradients_steps(pass), std::back_inserter(steps));
     return {.body = for_all_rows(pass, std::move(steps)), .variable_count = kPieceLoop + 1};
 }
 

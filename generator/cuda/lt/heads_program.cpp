@@ -80,6 +80,7 @@ LaunchProgram heads_program(const Spec& spec, const Device& device, const Plan& 
     if (divergence_form(spec.divergence_beta) == kMixture) {
         std::ranges::move(asked(WalkCode::mixture, mixture_walk(pass, device, layout)), std::back_inserter(steps));
     }
+    std::ranges::move(pair_gradients_steps(pass), std::back_inserter(steps));
     return {.body = for_all_rows(pass, std::move(steps)), .variable_count = forward_loops(spec)};
 }
 

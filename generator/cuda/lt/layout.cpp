@@ -139,8 +139,14 @@ Plan with_lent_tile(Plan plan) {
 
 Expr is_lent() { return slot(Slot::retained_in_grad_weight) && less(0, slot(Slot::retained_bytes)); }
 
+bool may_keep_gradients(const Spec& spec, const Plan& plan) {
+    return has_teacher_head(spec) && plan.strategy == Strategy::retain && !spec.bias && !is_shard(spec);
+}
+
 RetainedHeads retained_heads(const Spec& spec, const Plan& plan) {
     if (!has_teacher_head(spec) || plan.strategy != Strategy::retain) return {};
+    constexpr std::int64_t kRow = std::int64_t{4} * kPairColumns;
+    constexpr std::int64_t kReferencesRow = std::int64_t{4} * kPairGroups;
     const Expr n = slot(Slot::num_tokens);
     const Expr own = round_up(max(n, 1) * std::int64_t{kPairBytes}, kWorkspaceAlignment);
     const std::int64_t blocks = (spec.vocab_size + kLtTileColumns - 1) / kLtTileColumns;
@@ -155,8 +161,18 @@ RetainedHeads retained_heads(const Spec& spec, const Plan& plan) {
         fitting = select(is_lent(), floor_div(max(slot(Slot::retained_bytes) - wide.beside, 0), block), fitting);
         lendable = select(less(0, n) && less(wide.bytes, gradient), gradient, 0);
     }
-    const Expr columns = min(fitting, blocks) * std::int64_t{kLtTileColumns};
-    return {min(columns, vocab_columns(spec)), block, select(less(0, n), own * blocks, 0), lendable};
+    const Expr columns = min(min(fitting, blocks) * std::int64_t{kLtTileColumns}, vocab_columns(spec));
+    // A block makes a row's gradients: few rows would leave most of the GPU without one.
+    const Expr all = equal(columns, spec.vocab_size) && less(kFewHeadsRows, n);
+    const Expr gradients = may_keep_gradients(spec, plan) ? !is_lent() && all : Expr(0);
+    const RetainedPairsAt pairs{.data = slot(Slot::retained),
+                                .block_bytes = select(gradients, kRow, block),
+                                .row_bytes = select(gradients, blocks * kRow, kRow),
+                                .references = n * select(gradients, blocks * kRow, kRow),
+                                .reference_block_bytes = select(gradients, kReferencesRow, block),
+                                .reference_row_bytes = select(gradients, blocks * kReferencesRow, kReferencesRow),
+                                .columns = columns};
+    return {pairs, columns, gradients, select(less(0, n), own * blocks, 0), lendable};
 }
 
 std::vector<HeadsStretch> heads_stretches(const Spec& spec, const Plan& plan, const BackwardLayoutLt& b) {
@@ -268,7 +284,7 @@ ForwardLayoutLt lent_forward_layout(const Spec& spec, const Plan& plan) {
     Expr first = 0;
     for (const GemmTile& sums : lent_sums(plan, last)) {
         const auto [at, place] = at_end(sums);
-        const Expr end = max(first, min(floor_div(at, retained.block_bytes) * std::int64_t{kLtTileColumns}, retained.columns));
+        const Expr end = max(first, min(floor_div(at, retained.pairs.block_bytes) * std::int64_t{kLtTileColumns}, retained.columns));
         f.heads.push_back({first, end, place});
         first = end;
     }

@@ -60,13 +60,14 @@ CudaSource source(const Spec& spec, const Device& device, const Plan& plan) {
                      "Problem",
                      overlaps});
     };
-    const auto of_heads = [&](KernelRole role, const char* params, const char* stated, const char* function = nullptr) {
+    const auto of_heads = [&](KernelRole role, const char* params, const char* stated, const char* function = nullptr,
+                              int blocks_per_sm = 2) {
         writer.gemm({role,
                      params,
                      function != nullptr ? function : std::string(to_string(role)),
                      stated,
                      "LtTile",
-                     {.threads = kLtThreads, .per_sm = 2},
+                     {.threads = kLtThreads, .per_sm = blocks_per_sm},
                      "Problem, Teacher",
                      overlaps});
     };
@@ -88,11 +89,13 @@ CudaSource source(const Spec& spec, const Device& device, const Plan& plan) {
     if (has_teacher_head(spec)) {
         of_heads(KernelRole::dlogits, "LtDivergenceDlogitsParams", "DivergenceDlogits", "divergence_dlogits");
         if (retains) of_heads(KernelRole::divergence_retained, "LtDivergenceDlogitsParams", "RetainedDlogits");
+        if (may_keep_gradients(spec, plan)) of_heads(KernelRole::divergence_gradients, "PairRowsParams", "PairGradients", nullptr, 4);
     } else {
         of_sums(KernelRole::dlogits, "LtDlogitsParams", "LtDlogits", 2);
     }
     writer.rows(KernelRole::gather_rows, "GatherRowsParams");
     writer.rows(KernelRole::finish_hidden, "LtFinishHiddenParams");
+    if (may_keep_gradients(spec, plan)) writer.rows(KernelRole::divergence_scales, "DivergenceScalesParams");
     writer.rows(KernelRole::finish_weight, "LtFinishWeightParams");
     if (retains && !has_teacher_head(spec)) {
         writer.rows(KernelRole::references, "ReferencesParams");

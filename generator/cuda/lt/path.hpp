@@ -28,18 +28,27 @@ namespace lt {
 
 /// Logits of both heads that a divergence retains: RetainedPairs. A function of Slot::retained_bytes and retained_in_grad_weight, so that
 /// both passes agree. In grad_weight's memory a block is at least as long as its classes' gradient, so that a gradient overwrites only
-/// blocks of its own classes and of those before them.
+/// blocks of its own classes and of those before them. In memory of their own, all of a token's pairs lie side by side where no class is
+/// left out, and forward leaves gradients in their place.
 struct RetainedHeads {
+    RetainedPairsAt pairs;
     Expr columns{0};
-    Expr block_bytes{0};
-    Expr most{0};      ///< most bytes that there is a use for
-    Expr lendable{0};  ///< bytes of grad_weight that may be lent; 0 where its memory will not do
+    Expr gradients{0};  ///< whether forward leaves gradients to backward; constant 0 where it never does
+    Expr most{0};       ///< most bytes that there is a use for
+    Expr lendable{0};   ///< bytes of grad_weight that may be lent; 0 where its memory will not do
 
     /// Fields of rows from `first_row` on.
     [[nodiscard]] RetainedPairsAt from_row(const Expr& first_row) const {
-        return {.data = slot(Slot::retained), .block_bytes = block_bytes, .columns = columns, .first_row = first_row};
+        RetainedPairsAt rows = pairs;
+        rows.first_row = first_row;
+        return rows;
     }
+    /// Address of the scales of rows of gradients, [N] fp32, in the place of references, which nobody reads any more.
+    [[nodiscard]] Expr row_scales() const { return slot(Slot::retained) + pairs.references; }
 };
+/// Whether a plan's forward may leave a divergence's gradients: they are summed up over rows for a bias's, and a shard's normalizers are
+/// known when its forward has ended.
+[[nodiscard]] bool may_keep_gradients(const Spec& spec, const Plan& plan);
 [[nodiscard]] RetainedHeads retained_heads(const Spec& spec, const Plan& plan);
 
 /// Whether forward's call has grad_weight's memory lent.
@@ -112,6 +121,8 @@ struct HeadsStretch {
 /// divergence_program with launches that make both heads' products.
 [[nodiscard]] LaunchProgram heads_program(const Spec& spec, const Device& device, const Plan& plan, const CudaSource& source,
                                           const ForwardLayoutLt& layout);
+/// Gradients in the place of pairs, of a launch's rows, where forward leaves them; nothing where it never does.
+[[nodiscard]] std::vector<Statement> pair_gradients_steps(const ForwardPass& pass);
 /// `plan` with its lent tile as forward's.
 [[nodiscard]] Plan with_lent_tile(Plan plan);
 [[nodiscard]] LaunchProgram forward_program(const Spec& spec, const Device& device, const Plan& plan, const CudaSource& source,

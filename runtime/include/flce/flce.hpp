@@ -44,8 +44,8 @@ enum class RetainedPlace : std::uint8_t { own, grad_weight };
 /// backward does not compute their logits again. Both passes are given the same bytes and place, unchanged in between; without any (the
 /// default) backward computes all logits again. Backward may write there too: calls over the same bytes follow one another. CPU kernels
 /// retain logits, and the bits of gradients do not depend on the amount. GPU kernels whose plan's strategy is retain keep exponentials in
-/// bf16; grad_weight is then off by two roundings of its factors, not one. Of a divergence they keep both heads' logits in fp16, and in
-/// grad_weight's memory forward also has room for wider products.
+/// bf16; grad_weight is then off by two roundings of its factors, not one. Of a divergence they keep both heads' logits in fp16, or, of all
+/// classes, gradients by the student's; in grad_weight's memory forward also has room for wider products.
 struct Retained {
     void* data = nullptr;
     std::size_t bytes = 0;  ///< in grad_weight's memory: exactly Kernel::retained_bytes(num_tokens, RetainedPlace::grad_weight)
