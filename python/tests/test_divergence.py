@@ -293,7 +293,8 @@ def test_retained_logits(beta: float, part: float, name: str, dtype: torch.dtype
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["plain", "all_but_student_bias", "everything"])
 @pytest.mark.parametrize(
-    ("tokens", "classes", "hidden_major"), [(397, 3001, False), (130, 200, False), (4500, 1608, True), (150, 150001, False)]
+    ("tokens", "classes", "hidden_major"),
+    [(397, 3001, False), (130, 200, False), (1300, 20001, False), (4500, 1608, True), (150, 150001, False)],
 )
 @pytest.mark.parametrize("beta", BETAS)
 def test_of_many_tokens(

@@ -50,6 +50,24 @@ __device__ __forceinline__ DivergenceSums load_divergence(const float* at, long 
     return {{at[0], at[stride], at[2 * stride], at[3 * stride]}, {at[4 * stride], at[5 * stride], at[6 * stride], at[7 * stride]}};
 }
 
+/// A row's sums of `parts` parts, which lie `part_stride` numbers apart, and their fields `stride`. kAtOnce: parts that are read together,
+/// since a thread waits for memory most of its time.
+template <int kAtOnce>
+__device__ __forceinline__ DivergenceSums merged_divergence(const float* at, int parts, long long part_stride, long long stride) {
+    DivergenceSums all = divergence_of_nothing();
+#pragma unroll 1
+    for (int first = 0; first < parts; first += kAtOnce) {
+        DivergenceSums some[kAtOnce];
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+            some[i] = first + i < parts ? load_divergence(at + (first + i) * part_stride, stride) : divergence_of_nothing();
+        }
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) all = merge(all, some[i]);
+    }
+    return all;
+}
+
 /// Logits of one class, or the largest logits of some.
 struct LogitPair {
     float student;

@@ -230,6 +230,12 @@ __device__ __forceinline__ unsigned ld_acquire_gpu(const unsigned* counter) {
     return r;
 }
 
+/// 9.7.9.16 prefetch: the line that `address` is in comes to L2.
+__device__ __forceinline__ void prefetch_l2(const void* address) { asm volatile("prefetch.global.L2 [%0];\n" ::"l"(address)); }
+
+/// 9.7.19.6 nanosleep: the thread waits for up to twice the time.
+__device__ __forceinline__ void nanosleep(unsigned nanoseconds) { asm volatile("nanosleep.u32 %0;\n" ::"r"(nanoseconds)); }
+
 /// 9.7.13.13 griddepcontrol: the kernel behind this one in the stream may be brought onto free SMs; what the one before wrote is there
 /// after the wait.
 __device__ __forceinline__ void griddepcontrol_launch_dependents() { asm volatile("griddepcontrol.launch_dependents;\n" ::: "memory"); }

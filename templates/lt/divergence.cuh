@@ -190,22 +190,9 @@ __device__ __forceinline__ void divergence_pairs(const typename PairsBlock<Probl
     PairsBlock<Problem, Teacher, TileT>(p).run();
 }
 
-/// A row's sums of `parts` parts, which lie `part_stride` numbers apart, and their fields `stride`.
-__device__ __forceinline__ DivergenceSums merged_divergence(const float* at, int parts, long long part_stride, long long stride) {
-    constexpr int kAtOnce = 6;  // parts that are read together: a thread waits for memory most of its time
-    DivergenceSums all = divergence_of_nothing();
-#pragma unroll 1
-    for (int first = 0; first < parts; first += kAtOnce) {
-        DivergenceSums some[kAtOnce];
-#pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) {
-            some[i] = first + i < parts ? load_divergence(at + (first + i) * part_stride, stride) : divergence_of_nothing();
-        }
-#pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) all = merge(all, some[i]);
-    }
-    return all;
-}
+enum : int { kPartsAtOnce = 6 };  ///< parts of a row's sums that a thread reads together
+
+/// A mixture's sums of a row, as merged_divergence has a divergence's.
 __device__ __forceinline__ MixtureTerm merged_mixture(const float* at, int parts, long long part_stride, long long stride) {
     MixtureTerm all{0.f, 0.f};
 #pragma unroll 8
@@ -230,7 +217,7 @@ __device__ __forceinline__ void divergence_shard_sums(const DivergenceShardSumsP
         to[p.ld] = all.student;
     } else {
         LaneDivergence<Problem> lane;
-        lane.all = merged_divergence(p.partials + row, parts, kDivergenceFields * p.partial_rows, p.partial_rows);
+        lane.all = merged_divergence<kPartsAtOnce>(p.partials + row, parts, kDivergenceFields * p.partial_rows, p.partial_rows);
         lane.store(to, p.ld);
     }
 }
@@ -244,7 +231,7 @@ __device__ __forceinline__ float finish_divergence(const DivergenceOutputsParams
         p.student_divergence[row] = all.student;
         return all.divergence;
     }
-    const DivergenceSums all = merged_divergence(partials, p.splits, p.split_stride, p.partial_rows);
+    const DivergenceSums all = merged_divergence<kPartsAtOnce>(partials, p.splits, p.split_stride, p.partial_rows);
     const DivergenceRow found = divergence_row(all, Problem::divergence_form == kReverse);
     p.lse[row] = found.lse;
     p.teacher_lse[row] = found.teacher_lse;

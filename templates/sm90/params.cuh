@@ -72,6 +72,8 @@ struct NamedTilesParams : TeacherLogitsParams {
     int tile_columns;
 };
 
+enum : int { kHeadsWarpsBeside = 3 };  ///< warps of a block that neither bring slices nor multiply
+
 /// How a launch over both heads cuts rows × columns: jobs of a cluster of rows and a strip of tiles.
 struct HeadsJobs {
     int strips;
@@ -94,8 +96,11 @@ struct HeadsSm90Params : ForwardParams {
     const float* teacher_lse;
     float teacher_transform[kMaxTransformParameters];
     HeadsJobs jobs;  ///< each strip has two partial results
+    unsigned* done;  ///< [blocks of a tile's rows], warps that have written what they have of a strip; 0 before
     float beta;
-    int first_column;  ///< column of the vocabulary from which on the launch computes
+    int first_column;    ///< column of the vocabulary from which on the launch computes
+    int gradient_rows;   ///< rows, from the first on, of which the launch leaves gradients in the place of their pairs
+    int gradient_warps;  ///< warps that make them, kHeadsWarpsBeside of each block
 };
 
 /// Both heads of a chunk of a divergence. The base has the student's.

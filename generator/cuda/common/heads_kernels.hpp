@@ -23,6 +23,10 @@ inline constexpr std::int64_t kFewHeadsRows = 128;
 /// Adds them to a set.
 void write_heads_kernels(KernelWriter& writer, const Spec& spec);
 
+inline constexpr std::int64_t kHeadsRows = 4096;  ///< most tokens of a launch of heads_sums
+/// Words of tickets, and of counters of a launch's blocks of rows.
+inline constexpr std::int64_t kHeadsCounterWords = sizeof(Tickets) / 4 + kHeadsRows / 128;
+
 /// Scratch of a launch, whatever its number of tokens: bytes of the student's products, and partial results of all rows.
 struct HeadsScratch {
     std::int64_t parked_bytes = 0;
@@ -58,10 +62,13 @@ void set_pairs(LaunchBuilder<Params>& launch, const RetainedPairsAt& pairs) {
 struct HeadsLaunch {
     Expr first_column{0};
     Expr rows{0};    ///< most rows of a launch, by which all of them divide the columns
-    Expr parked{0};  ///< address, and so is `tickets`
+    Expr parked{0};  ///< address, and so is `tickets`, of kHeadsCounterWords words
     Expr tickets{0};
     RetainedPairsAt retained;
+    Expr leaves_gradients{0};  ///< whether gradients are left in the place of all pairs
 };
+/// Rows of heads_sums, from the first of `rows` on, whose gradients the launch leaves itself: all but those of the last block.
+[[nodiscard]] Expr heads_gradient_rows(const Spec& spec, const Device& device, const Expr& rows, const HeadsLaunch& launch);
 /// Partial results of each row.
 [[nodiscard]] Expr heads_splits(const Spec& spec, const Device& device, const HeadsLaunch& launch);
 /// The launch of `kernel`, heads_sums or heads_mixture, over the rows of `pass`.

@@ -120,9 +120,10 @@ std::vector<Statement> walk_steps(const ForwardPass& pass, const ForwardLayoutLt
 
 }  // namespace
 
-std::vector<Statement> pair_gradients_steps(const ForwardPass& pass) {
+std::vector<Statement> pair_gradients_steps(ForwardPass pass, const Expr& first) {
     using Params = PairRowsParams;
     if (!may_keep_gradients(pass.spec, pass.plan)) return {};
+    pass.rows = {pass.rows.first + first, pass.rows.count - first, pass.rows.base + first};
     const RetainedHeads retained = retained_heads(pass.spec, pass.plan);
     const Expr& base = pass.rows.base;
     LaunchBuilder<Params> launch(forward_launch(pass, KernelRole::divergence_gradients, pass.rows.count, 1));
@@ -149,7 +150,7 @@ LaunchProgram divergence_program(const Spec& spec, const Device& device, const P
     if (divergence_form(spec.divergence_beta) == kMixture) {
         std::ranges::move(walk(KernelRole::divergence_mixture, true), std::back_inserter(steps));
     }
-    std::ranges::move(pair_gradients_steps(pass), std::back_inserter(steps));
+    std::ranges::move(pair_gradients_steps(pass, 0), std::back_inserter(steps));
     return {.body = for_all_rows(pass, std::move(steps)), .variable_count = kPieceLoop + 1};
 }
 

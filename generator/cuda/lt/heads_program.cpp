@@ -12,11 +12,13 @@ namespace {
 
 /// A launch of `kernel` over all columns from `first` on.
 HeadsLaunch launch_from(const ForwardPass& pass, const ForwardLayoutLt& layout, const Expr& first) {
+    const RetainedHeads retained = retained_heads(pass.spec, pass.plan);
     return {.first_column = first,
             .rows = layout.partial_rows,
             .parked = layout.parked,
             .tickets = workspace_at(layout.counters),
-            .retained = retained_heads(pass.spec, pass.plan).from_row(pass.rows.base)};
+            .retained = retained.from_row(pass.rows.base),
+            .leaves_gradients = divergence_form(pass.spec.divergence_beta) == kMixture ? Expr(0) : retained.gradients};
 }
 
 /// A mixture's second walk over retained logits: nothing is multiplied.
@@ -80,7 +82,8 @@ LaunchProgram heads_program(const Spec& spec, const Device& device, const Plan& 
     if (divergence_form(spec.divergence_beta) == kMixture) {
         std::ranges::move(asked(WalkCode::mixture, mixture_walk(pass, device, layout)), std::back_inserter(steps));
     }
-    std::ranges::move(pair_gradients_steps(pass), std::back_inserter(steps));
+    const Expr left = heads_gradient_rows(spec, device, pass.rows.count, launch_from(pass, layout, 0));
+    std::ranges::move(pair_gradients_steps(pass, left), std::back_inserter(steps));
     return {.body = for_all_rows(pass, std::move(steps)), .variable_count = forward_loops(spec)};
 }
 

@@ -292,24 +292,17 @@ ForwardLayoutLt lent_forward_layout(const Spec& spec, const Plan& plan) {
     return f;
 }
 
-namespace {
-
-constexpr std::int64_t kHeadsRows = 4096;  ///< most tokens of a launch: their hidden states stay in L2
-
-}  // namespace
-
 ForwardLayoutLt heads_layout(const Spec& spec, const Device& device) {
     const Expr n = slot(Slot::num_tokens);
     const Expr launches = max(ceil_div(n, kHeadsRows), 1);
     const Expr rows = round_up(ceil_div(n, launches), 256);
     const Expr most = round_up(min(n, rows), 32);
     const Expr splits = heads_splits(spec, device, {.rows = most});
-    constexpr std::int64_t kTicketWords = sizeof(Tickets) / 4;
     ForwardLayoutLt f{place_forward(spec, {.rows = rows,
                                            .partials = most * splits,
                                            .stretch = spec.vocab_size,
                                            .most_stretch = spec.vocab_size,
-                                           .counter_words = kTicketWords}),
+                                           .counter_words = kHeadsCounterWords}),
                       {}};
     Pieces pieces(f.total);
     f.parked = workspace_at(pieces.take(heads_scratch(device).parked_bytes));

@@ -121,8 +121,8 @@ struct HeadsStretch {
 /// divergence_program with launches that make both heads' products.
 [[nodiscard]] LaunchProgram heads_program(const Spec& spec, const Device& device, const Plan& plan, const CudaSource& source,
                                           const ForwardLayoutLt& layout);
-/// Gradients in the place of pairs, of a launch's rows, where forward leaves them; nothing where it never does.
-[[nodiscard]] std::vector<Statement> pair_gradients_steps(const ForwardPass& pass);
+/// Gradients in the place of pairs, of a launch's rows from `first` on, where forward leaves them; nothing where it never does.
+[[nodiscard]] std::vector<Statement> pair_gradients_steps(ForwardPass pass, const Expr& first);
 /// `plan` with its lent tile as forward's.
 [[nodiscard]] Plan with_lent_tile(Plan plan);
 [[nodiscard]] LaunchProgram forward_program(const Spec& spec, const Device& device, const Plan& plan, const CudaSource& source,

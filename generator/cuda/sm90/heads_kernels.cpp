@@ -81,6 +81,12 @@ Expr heads_splits(const Spec& spec, const Device& device, const HeadsLaunch& lau
     return strips_of(spec, device, launch) * kConsumers;
 }
 
+Expr heads_gradient_rows(const Spec& spec, const Device& device, const Expr& rows, const HeadsLaunch& launch) {
+    const Expr row_clusters = ceil_div(rows, kClusterRows);
+    const Expr block = block_clusters(spec, device, row_clusters);
+    return select(launch.leaves_gradients, floor_div(max(row_clusters - 1, 0), block) * block * kClusterRows, 0);
+}
+
 std::vector<Statement> heads_steps(const ForwardPass& pass, const Device& device, KernelRole kernel, const HeadsLaunch& of) {
     const Spec& spec = pass.spec;
     const Spec teacher = teacher_head(spec);
@@ -104,10 +110,12 @@ std::vector<Statement> heads_steps(const ForwardPass& pass, const Device& device
         .set(&Params::first_column, of.first_column)
         .set(&Params::jobs, &HeadsJobs::strips, strips_of(spec, device, of))
         .set(&Params::jobs, &HeadsJobs::pairs, -1)
-        .set(&Params::jobs, &HeadsJobs::block_clusters, block_clusters(spec, device, ceil_div(rows.count, kClusterRows)));
+        .set(&Params::jobs, &HeadsJobs::block_clusters, block_clusters(spec, device, ceil_div(rows.count, kClusterRows)))
+        .set(&Params::done, of.tickets + static_cast<std::int64_t>(sizeof(Tickets)))
+        .set(&Params::gradient_rows, heads_gradient_rows(spec, device, rows.count, of))
+        .set(&Params::gradient_warps, clusters_of(device) * sm90::kClusterBlocks * kHeadsWarpsBeside);
     set_pairs(launch, of.retained);
-    return {{MemsetZero{of.tickets, static_cast<std::int64_t>(sizeof(Tickets))}},
-            build_with_rows(std::move(launch), spec, row_numbers_at(rows))};
+    return {{MemsetZero{of.tickets, 4 * kHeadsCounterWords}}, build_with_rows(std::move(launch), spec, row_numbers_at(rows))};
 }
 
 bool has_heads_dlogits(const Spec& spec, const Device& device) { return has_heads_kernels(spec, device) && !spec.bias; }
