@@ -92,7 +92,7 @@ struct FourPairs {
     __device__ __forceinline__ unsigned pair(int e) const { return e < 2 ? (e == 0 ? pairs.x : pairs.y) : (e == 2 ? pairs.z : pairs.w); }
 };
 
-/// A row of retained pairs that become gradients in their place: all of a row's pairs lie side by side, and so do its references. A gradient
+/// A row of retained pairs that become gradients in their place: all of its pairs lie side by side, and so do its references. A gradient
 /// lies at or before its pair, which has to be read before.
 template <class Problem>
 struct PairRow {

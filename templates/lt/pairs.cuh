@@ -70,7 +70,7 @@ struct PairGradients {
     using Params = TemperedOf<Problem, PairRowsParams>;
     enum : int { kSmemBytes = 0 };
     enum : int { kThreads = kLtThreads };
-    using Turn = PairTurn<Problem::stores_derivative ? 2 : 4>;  ///< as many columns as registers have room for
+    using Turn = PairTurn<Problem::stores_derivative ? 2 : 4>;  ///< columns, as many as registers have room for
     enum : int { kTurn = kThreads / 32 * Turn::kColumns };
 
     const Params& p;

@@ -5,12 +5,10 @@
 // Consumers take turns with tiles that are neighbours, and with the heads: student of tile 0, of tile 1, teacher of tile 0, of tile 1. So a
 // teacher's multiplication runs beside each of the long epilogues. A job is a strip of the vocabulary for a cluster's rows, whose sums are
 // partial results; clusters take jobs by tickets.
-//
-// The producer's other three warps make gradients in the place of pairs, of rows whose strips are all done, while the tensor cores are at
-// rows behind them: memory and the ALU have little else to do.
 #pragma once
 
-#include "flce/common/pairs.cuh"
+#include "flce/common/heads.cuh"
+#include "flce/sm90/heads_gradients.cuh"
 #include "flce/sm90/tickets.cuh"
 
 namespace flce {
@@ -65,7 +63,7 @@ struct HeadsWalk {
 ///     Row row_of(row) const;                           numbers that a thread keeps of a row while it goes through a tile
 ///     void reduce(state, student, teacher, row, column) const;    products of a group of the row, from `column` on
 ///     void end_row(state, of_quad) const;                         of_quad: number of the row among the quad's
-///     void work_beside(warp) const;                               what the producer's other warps do, from 1 on
+///     void work_beside(warp) const;                               what the producer's other warps do, numbered from 0
 ///
 /// kFields: numbers that each consumer thread keeps from tile to tile.
 template <class Epilogue, class Problem, class Teacher, class TileT, class Params_, int kFields>
@@ -104,7 +102,7 @@ struct HeadsSm90 {
         if (mainloop.place.consumer < 0) {
             ptx::setmaxnreg_dec<kProducerRegisters>();
             if (threadIdx.x == 0) bring_tiles(p.tickets, numbers, walk, mainloop.rank, [&] { bring(); });
-            if (threadIdx.x >= 32) epilogue().work_beside(static_cast<int>(threadIdx.x) / 32);
+            if (threadIdx.x >= 32) epilogue().work_beside(static_cast<int>(threadIdx.x) / 32 - 1);
         } else {
             ptx::setmaxnreg_inc<kConsumerRegisters>();
             while (walk.go_to(numbers.take(), mainloop.rank)) consume_strip();
@@ -267,9 +265,7 @@ struct HeadSumsSm90
     enum : bool {
         kLeavesGradients = Problem::retain && !Problem::bias && !Problem::shard && !Sums::kSecond && Problem::divergence_form != kMixture
     };
-    using Turn = PairTurn<2>;
-    enum : int { kAhead = 2048 };                    ///< columns that L2 has to have before they are read
-    enum : int { kOfReferences = 32 * kPairGroup };  ///< columns of a warp's references
+    using Gradients = HeadsGradients<Problem, TileT>;
 
     struct Row {
         Sums sums;
@@ -354,70 +350,10 @@ struct HeadSumsSm90
 #pragma unroll
             for (int i = 0; i < Sums::kCount; ++i) to[i * p.partial_rows] = from[i * kConsumerThreads];
         }
-        if constexpr (kLeavesGradients) {
-            if (walk.row >= p.gradient_rows) return;
-            __syncwarp();  // all of the warp have written
-            if (mainloop.place.lane == 0) ptx::red_release_gpu_add(p.done + walk.row / TileT::kBlockM, 1u);
-        }
+        if constexpr (kLeavesGradients) Gradients(p).end_strip(walk.row, mainloop.place.lane);
     }
-
-    /// Gradients of rows, each by a warp.
     __device__ __forceinline__ void work_beside(int warp) const {
-        if constexpr (kLeavesGradients) {
-            for (int row = static_cast<int>(blockIdx.x) * kHeadsWarpsBeside + warp - 1; row < p.gradient_rows; row += p.gradient_warps) {
-                wait_for(row);
-                leave_gradients(row);
-            }
-        }
-    }
-    /// Until all strips of the row are done.
-    __device__ __forceinline__ void wait_for(int row) const {
-        if (threadIdx.x % 32 == 0) {
-            const unsigned warps = static_cast<unsigned>(p.jobs.strips * kConsumerThreads / 32);
-            while (ptx::ld_acquire_gpu(p.done + row / TileT::kBlockM) < warps) ptx::nanosleep(2000);
-        }
-        __syncwarp();
-    }
-    __device__ __forceinline__ void leave_gradients(int number) const {
-        PairRow<Problem> row(p, number);
-        if (row.counts) {
-            const DivergenceSums sums =
-                merged_divergence<1>(p.partials + number, p.jobs.strips * TileT::kConsumers, Sums::kCount * p.partial_rows, p.partial_rows);
-            const DivergenceRow found = divergence_row(sums, Problem::divergence_form == kReverse);
-            row.set(found.lse, found.teacher_lse, found.kl);
-        }
-        unsigned reference = 0u;
-#pragma unroll 1
-        for (int first = 0; first < p.retained.columns; first += Turn::kColumns) {
-            // Numbers of a lane are worked out anew in each turn: there are 40 registers.
-            int lane = static_cast<int>(threadIdx.x) % 32;
-            asm volatile("" : "+r"(lane));
-            const int written = written_columns(p.retained);
-            if (first % kOfReferences == 0) {
-                reference = lane_reference(row.references, first / kPairGroup, lane, written);
-                const int ahead = first + kOfReferences;
-                if (ahead < written) ptx::prefetch_l2(row.references + ahead / kPairGroup);
-            }
-            if (row.counts) {
-                leave_turn(row, first, lane, reference);
-            } else {
-#pragma unroll
-                for (int i = 0; i < Turn::kCount; ++i) row.store(first + i * 128 + lane * 4, make_uint2(0u, 0u));
-            }
-        }
-    }
-    __device__ __forceinline__ void leave_turn(const PairRow<Problem>& row, int first, int lane, unsigned reference) const {
-        const int ahead = first + kAhead + lane * (Turn::kColumns / 32);
-        if (ahead < p.retained.columns) ptx::prefetch_l2(row.pairs + ahead);
-        Turn turn;
-        turn.load(row.pairs, first, lane, written_columns(p.retained));
-        __syncwarp();  // all lanes have read: gradients lie at or before their pairs
-        const LogitDerivative<Problem> derivative(p.transform, row.temperature);
-#pragma unroll
-        for (int i = 0; i < Turn::kCount; ++i) {
-            const FourPairs four = turn.four(i, reference, first % kOfReferences / kPairGroup, lane);
-            row.store(first + i * 128 + lane * 4, row.gradients_of(four, derivative, p.beta));
-        }
+        if constexpr (kLeavesGradients) Gradients(p).leave(warp);
     }
 };
 

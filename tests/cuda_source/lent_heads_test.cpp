@@ -341,7 +341,7 @@ TEST_P(LentHeads, NothingIsWrittenOverBeforeItIsRead) {
     memory.expect(gradient, spec.vocab_size * gradient_row(), "gradient", "the caller");
     const bool gradients = of.kept == Kept::all && of.tokens > kFewHeadsRows && !spec.bias;
     EXPECT_TRUE(gradient_products == 2 || !gradients) << gradient_products;
-    // Of many tokens most are left by the launch that makes their logits, unless there is a second walk.
+    // The launch that makes the logits leaves most gradients of many tokens, unless there is a second walk.
     const bool joined = device.gpu.arch == "sm_90a" && of.scratch >= 64 << 20;
     EXPECT_EQ(rows_left > of.tokens / 2, gradients && joined && walks() == 1 && of.tokens > 1024);
 }
