@@ -168,4 +168,16 @@ struct PreciseMath {
     static __device__ __forceinline__ float tanh(float x) { return ::tanhf(x); }
 };
 
+/// Sets a thread's sums of a tile to 0. Before every tile, even where the first multiplication could ignore what `c` holds: the compiler
+/// would keep the last tile's values for it.
+template <class Sum, int kRows, int kColumns>
+__device__ __forceinline__ void clear_sums(Sum (&c)[kRows][kColumns][4]) {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i)
+#pragma unroll
+        for (int j = 0; j < kColumns; ++j)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) c[i][j][e] = Sum(0);
+}
+
 }  // namespace flce

@@ -58,7 +58,7 @@ struct LogitsFp8
                     continue;
                 }
                 typename Mainloop::Accumulators c;
-                Mainloop::clear(c);
+                clear_sums(c);
                 loop.consume(c, kSlices);
                 asm volatile("" : "+r"(loop.place.lane), "+r"(loop.place.warp));
                 this->epilogue(c);

@@ -78,7 +78,7 @@ struct MainloopFp8 : RingSm90<TileT> {
     template <int kExtent>
     __device__ __forceinline__ void consume_in_parts(Accumulators& c, int n, int slices) {
         static_assert(kPiecesA == 1 && !TileT::kTurns, "a consumer has 64 rows, and a slice is there for both consumers");
-        clear(c);
+        clear_sums(c);
         constexpr int kTail = ceil_div(kExtent % TileT::kBlockN, 64) * 64;
         if constexpr (kTail > 0 && kTail < TileT::kBlockN) {
             if (n + TileT::kBlockN > kExtent) {
@@ -87,15 +87,6 @@ struct MainloopFp8 : RingSm90<TileT> {
             }
         }
         add_parts<TileT::kBlockN>(c, slices);
-    }
-
-    static __device__ __forceinline__ void clear(Accumulators& c) {
-#pragma unroll
-        for (int i = 0; i < kPiecesA; ++i)
-#pragma unroll
-            for (int j = 0; j < kColumnPieces; ++j)
-#pragma unroll
-                for (int e = 0; e < 4; ++e) c[i][j][e] = Sum(0);
     }
 
 private:

@@ -47,7 +47,7 @@ struct GradientMma8 {
             const int m = walk.m;
             const int n = walk.n + loop.place.first_column();
             typename Mainloop::Accumulators c;
-            Mainloop::clear(c);
+            clear_sums(c);
             loop.consume(c, slices);
             // The next tile's first slices arrive while this one's results are written.
             tile += gridDim.x;

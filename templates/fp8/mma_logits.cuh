@@ -37,7 +37,7 @@ struct LogitsMma8
             m = loop.m;
             n = loop.n + loop.place.first_column();
             typename Mainloop::Accumulators c;
-            Mainloop::clear(c);
+            clear_sums(c);
             loop.consume(c, kSlices);
             // The next tile's first slices arrive during this one's epilogue.
             tile += gridDim.x;

@@ -151,15 +151,6 @@ struct MainloopMma8 {
         __syncthreads();
     }
 
-    static __device__ __forceinline__ void clear(Accumulators& c) {
-#pragma unroll
-        for (int i = 0; i < kPiecesA; ++i)
-#pragma unroll
-            for (int j = 0; j < kColumnPieces; ++j)
-#pragma unroll
-                for (int e = 0; e < 4; ++e) c[i][j][e] = Sum(0);
-    }
-
 private:
     using FragmentsA = unsigned[kPiecesA][4];
     using FragmentsB = unsigned[kPairs / kParts][4];

@@ -46,7 +46,7 @@ struct DlogitsBlock {
                      Problem::hidden_size);
         mainloop.prologue(feed);
         Accumulators c;
-        MainloopT::clear(c);
+        clear_sums(c);
         mainloop.accumulate(feed, kSlices, c);
         mainloop.drain();
         to_gradient(c);

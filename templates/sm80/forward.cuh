@@ -76,7 +76,7 @@ struct ForwardBlock {
 #pragma unroll 1
         for (int tile = first; tile < end; ++tile) {
             Accumulators c;
-            MainloopT::clear(c);
+            clear_sums(c);
             mainloop.accumulate(feed, kSlices, c);
             reduce(c, forward_first_column<Problem>(p) + tile * TileT::kBlockN);
         }

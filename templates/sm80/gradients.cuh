@@ -62,7 +62,7 @@ template <class MainloopT, class TileT, class Feed>
 __device__ __forceinline__ void multiply_tile(MainloopT& mainloop, Feed& feed, int k, typename MainloopT::Accumulators& c) {
     const int slices = ceil_div(k, TileT::kBlockK);
     mainloop.prologue(feed);
-    MainloopT::clear(c);
+    clear_sums(c);
     mainloop.accumulate(feed, slices, c);
     mainloop.drain();
 }

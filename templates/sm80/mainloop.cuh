@@ -135,15 +135,6 @@ struct Mainloop {
         __syncthreads();
     }
 
-    static __device__ __forceinline__ void clear(Accumulators& c) {
-#pragma unroll
-        for (int i = 0; i < kPiecesA; ++i)
-#pragma unroll
-            for (int j = 0; j < kColumnPieces; ++j)
-#pragma unroll
-                for (int e = 0; e < 4; ++e) c[i][j][e] = 0.f;
-    }
-
 private:
     static __device__ __forceinline__ void advance(unsigned& stage) {
         stage = stage == kSmemBytes - kStageBytes ? 0u : stage + kStageBytes;

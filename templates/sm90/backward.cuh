@@ -103,7 +103,7 @@ struct DlogitsSm90 {
         // Worked out anew for every tile: kept beside the accumulators, what follows from it would not fit.
         asm volatile("" : "+r"(mainloop.place.lane), "+r"(mainloop.place.warp));
         typename MainloopT::Accumulators c;
-        MainloopT::clear(c);
+        clear_sums(c);
         mainloop.consume(c, kSlices);
         if constexpr (Problem::bias) add_bias<Problem>(p, mainloop.place, walk.n, c);
         const float scale = dlogits_scale<Problem>(p.scalars, false);
@@ -295,7 +295,7 @@ struct GradHiddenSm90 {
         const TileTarget<float> sum{p.accumulator + origin, kHidden, rows - walk.m, kHidden - walk.n};
         const bool writes = p.last != 0 && !divided;
         typename MainloopT::Accumulators c;
-        MainloopT::clear(c);
+        clear_sums(c);
         // The sum is added to retained exponentials' products when these have been scaled.
         const bool adds_later = Problem::shard && Problem::retain && p.row_scales != nullptr;
         if ((writes || is_batch_invariant<Problem>()) && p.first == 0 && !adds_later) load_tile_sm90<true>(mainloop, c, sum);

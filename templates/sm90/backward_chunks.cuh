@@ -226,7 +226,7 @@ struct BackwardChunksSm90 {
 
     __device__ __forceinline__ void dlogits() {
         Accumulators c;
-        LogitMainloop::clear(c);
+        clear_sums(c);
         consume<LogitMainloop, TileT::kBlockN>(c);
         if constexpr (Problem::bias) add_bias_in_turn<Problem>(p, ring.place, walk.begin_of(walk.chunk) + walk.n, c);
         LogitPanels panels(staging(), ring.place);
@@ -250,7 +250,7 @@ struct BackwardChunksSm90 {
         const bool continues = walk.chunk >= 2;
         const bool adds = p.first == 0 || continues;
         Accumulators c;
-        HiddenMainloop::clear(c);
+        clear_sums(c);
         if (writes && adds) {
             if (continues) wait_in_warp(ChunkKind::grad_hidden, walk.chunk - 2);
             const long long origin = static_cast<long long>(walk.m) * kHidden + walk.n;
@@ -279,7 +279,7 @@ struct BackwardChunksSm90 {
         weight_panels.group = weight_panels.staging;  // all of them have left: nothing to remember from tile to tile
         tile.fetch(weight_panels);
         Accumulators c;
-        WeightMainloop::clear(c);
+        clear_sums(c);
         if (sums_bias()) {
             if constexpr (Problem::bias) consume_with_bias(c);
         } else {

@@ -157,7 +157,7 @@ struct ForwardSm90 {
             if constexpr (Problem::top_k > 0) lists().begin(word.part(), word.row_cluster());
             if constexpr (Problem::picks_named) picks().begin(static_cast<int>(word.number), word.row_cluster());
             Accumulators c;
-            MainloopT::clear(c);
+            clear_sums(c);
             mainloop.consume(c, kSlices, Launch::kLists && !word.neighbours());
             reduce(c, words.again());  // not kept while the tile was multiplied
         }

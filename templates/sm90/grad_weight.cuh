@@ -188,7 +188,7 @@ struct GradWeightSm90 {
         const TileTarget<float> sum{p.accumulator + walk.m * p.accumulator_ld + walk.n, p.accumulator_ld, extent_m - walk.m,
                                     extent_n - walk.n};
         typename MainloopT::Accumulators c;
-        MainloopT::clear(c);
+        clear_sums(c);
         if (p.accumulator != nullptr && p.first == 0) load_tile_sm90<true>(mainloop, c, sum);
         if constexpr (Problem::hidden_major) {
             mainloop.consume(c, slices);

@@ -158,7 +158,7 @@ struct HeadsSm90 {
     __device__ __forceinline__ void multiply(Accumulators& c, int slices, bool other) {
         if (mainloop.place.consumer == 1) mainloop.skip(slices);
         forget_place();
-        MainloopT::clear(c);
+        clear_sums(c);
         mainloop.consume(c, slices);
         if (mainloop.place.consumer == 0 && other) mainloop.skip(slices);
         forget_place();

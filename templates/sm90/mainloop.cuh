@@ -368,17 +368,6 @@ struct MainloopSm90 : RingSm90<TileT, kGathers> {
         position.advance();
     }
 
-    /// Before every tile, even where the first multiplication could ignore what c holds: the compiler would keep the last tile's values for
-    /// it.
-    static __device__ __forceinline__ void clear(Accumulators& c) {
-#pragma unroll
-        for (int i = 0; i < kPiecesA; ++i)
-#pragma unroll
-            for (int j = 0; j < kColumnPieces; ++j)
-#pragma unroll
-                for (int e = 0; e < 4; ++e) c[i][j][e] = 0.f;
-    }
-
 private:
     /// Part of the shared operand that this block brings.
     __device__ __forceinline__ int part_b() const { return TileT::kCluster > 1 ? static_cast<int>(rank) : 0; }
