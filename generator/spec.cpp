@@ -212,7 +212,6 @@ void check_fp8(const Spec& s) {
                fmt::format("{} as hidden is, with fp8 (a weight of float32 under autocast: give it in hidden's dtype); or leave fp8 out",
                            to_string(s.dtype)));
     }
-    if (s.layout != WeightLayout::vocab_major) refuse("layout", to_string(s.layout), without("vocab_major"));
     if (s.hidden_size > kMostInt8Depth && s.fp8 == Fp8Operands::int8) {
         refuse("hidden_size (D)", s.hidden_size, fmt::format("at most {} with fp8=int8, whose sums are int32", kMostInt8Depth));
     }

@@ -163,6 +163,27 @@ def gradients_are_added() -> None:
     assert error(buffer - 1, expected) < bound(torch.bfloat16)
 
 
+def columns() -> None:
+    """A rank's weight is the view of a [D, P], P a multiple of 8 as GPUs ask for. The last classes are padding without numbers."""
+    layer, fp8, ranks = Layer(torch.bfloat16), flce.Fp8(), dist.get_world_size()
+    rows = -(-VOCAB // (8 * ranks)) * 8
+    first = rows * dist.get_rank()
+    classes = min(VOCAB - first, rows)
+    mine = torch.full((rows, HIDDEN), torch.nan, dtype=torch.bfloat16)
+    mine[:classes] = layer.weight[first : first + classes]
+    hidden, shard = leaf(layer.hidden), mine.t().contiguous().t().requires_grad_()
+    over: dict[str, Any] = {"process_group": layer.group, "vocab_start": first, "vocab_size": VOCAB}
+    loss = flce.linear_cross_entropy(hidden, shard, layer.target, fp8=fp8, **over)
+    loss.backward()
+    same_on_every_rank(loss, hidden.grad)  # type: ignore[arg-type]
+    assert hidden.grad is not None and shard.grad is not None
+    expected = defined(layer, layer.target, fp8)
+    assert error(loss, expected.loss) < loss_bound(fp8)
+    assert error(hidden.grad, expected.grad_hidden) < bound(torch.bfloat16)
+    assert error(shard.grad[:classes], expected.grad_weight[first : first + classes]) < bound(torch.bfloat16)
+    assert not shard.grad[classes:].any()
+
+
 def ranks_without_classes(rows: str) -> None:
     """One rank has every class, and the others none, or rows of padding without numbers; then all tokens are ignored."""
     layer, fp8, rank = Layer(torch.bfloat16), flce.Fp8(), dist.get_rank()
@@ -208,6 +229,7 @@ CASES: list[tuple[Any, ...]] = [
     (dtensors,),
     *((ways, way) for way in (by_loss, by_head, checkpointed, compiled)),
     (gradients_are_added,),
+    (columns,),
     *((ranks_without_classes, rows) for rows in ("none", "padding")),
     (refused, {"batch_invariant": True}, "batch_invariant"),
 ]

@@ -274,7 +274,10 @@ private:
                       .dequantized = slot.dequantized};
         }
         if (is_fp8(spec_)) {
-            weight = {.pack = code_.pack_weight_grad, .first_class = s.vocab, .dequantized = slot.dequantized, .rounded = fp8_->weight()};
+            weight = {.depth_contiguous = !vocab_major,
+                      .pack = code_.pack_weight_grad,
+                      .dequantized = slot.dequantized,
+                      .rounded = fp8_->weight(s.vocab)};
         }
         const std::int64_t d = spec_.hidden_size;
         const std::int64_t offset = (s.token + range.row) * d + range.column;

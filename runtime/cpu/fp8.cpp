@@ -63,18 +63,78 @@ float largest_of(DType dtype, const std::byte* numbers, std::int64_t count, bool
     return std::bit_cast<float>(largest_bits<std::uint32_t>(numbers, count, finite ? 0x7f800000U : 0xffffffffU));
 }
 
+constexpr std::int64_t kColumnsAtATime = 64;
+
+/// Numbers of the largest magnitude of `count` columns, at most kColumnsAtATime, as their bits without signs are ordered.
+template <class Bits>
+std::array<Bits, kColumnsAtATime> largest_of_columns(const std::byte* numbers, std::int64_t rows, std::int64_t pitch, std::int64_t count) {
+    constexpr Bits kMagnitude = static_cast<Bits>(~Bits{0}) >> 1;
+    std::array<Bits, kColumnsAtATime> largest{};
+    for (std::int64_t row = 0; row < rows; ++row) {
+        for (std::int64_t j = 0; j < count; ++j) {
+            const Bits magnitude = bits_at<Bits>(numbers, row * pitch + j) & kMagnitude;
+            Bits& most = largest[static_cast<std::size_t>(j)];
+            most = std::max(most, magnitude);
+        }
+    }
+    return largest;
+}
+
+/// largest_of each of `count` columns of a hidden_major weight, NaN where there is one.
+void largest_of_classes(const Spec& spec, const std::byte* weight, std::int64_t count, float* largest) {
+    const auto put = [&](const auto& bits) {
+        const auto* const numbers = reinterpret_cast<const std::byte*>(bits.data());
+        with_numbers(spec.dtype, numbers, [&](const auto& number) {
+            for (std::int64_t j = 0; j < count; ++j) largest[j] = number(j);
+        });
+    };
+    if (spec.dtype == DType::fp32) {
+        put(largest_of_columns<std::uint32_t>(weight, spec.hidden_size, spec.padded_vocab_size, count));
+    } else {
+        put(largest_of_columns<std::uint16_t>(weight, spec.hidden_size, spec.padded_vocab_size, count));
+    }
+}
+
+bool is_hidden_major(const Spec& spec) { return spec.layout == WeightLayout::hidden_major; }
+
+/// The weight from class `first` on.
+const std::byte* weight_from(const CpuCall& call, std::int64_t first) {
+    const Spec& spec = call.spec();
+    const auto element = static_cast<std::int64_t>(element_bytes(spec.dtype));
+    return call.pointer(Slot::weight) + first * element * (is_hidden_major(spec) ? 1 : spec.hidden_size);
+}
+
+/// A row's factor and scale in its operand of the logits, of its largest number.
+fp8::RowScale row_scale_of(const Spec& spec, double given, float largest) {
+    const float most = spec.fp8 == Fp8Operands::int8 ? fp8::int8_most() : fp8::e4m3_most();
+    return given != 0.0 ? fp8::given_row_scale(largest, static_cast<float>(given)) : fp8::row_scale(largest, most);
+}
+
 }  // namespace
 
 void Fp8Numbers::load(std::int64_t row, std::int64_t column, std::int64_t count, float* to) const {
     const std::int64_t element = static_cast<std::int64_t>(element_bytes(dtype_));
-    const float factor = factors_ != nullptr ? factors_[row] : factor_;
-    with_numbers(dtype_, rows_ + (row * columns_ + column) * element, [&](const auto& number) {
-        if (rounding_ == Rounding::int8) {
-            for (std::int64_t i = 0; i < count; ++i) to[i] = fp8::rounded_to_int8(number(i) * factor);
+    with_numbers(dtype_, rows_ + (row * pitch_ + column) * element, [&](const auto& number) {
+        const auto load_by = [&](const auto& factor) {
+            if (rounding_ == Rounding::int8) {
+                for (std::int64_t i = 0; i < count; ++i) to[i] = fp8::rounded_to_int8(number(i) * factor(i));
+            } else {
+                for (std::int64_t i = 0; i < count; ++i) to[i] = fp8::rounded_to_e4m3(number(i) * factor(i));
+            }
+        };
+        if (factors_ != nullptr && factors_of_ == FactorsOf::columns) {
+            load_by([of = factors_ + column](std::int64_t i) { return of[i]; });
         } else {
-            for (std::int64_t i = 0; i < count; ++i) to[i] = fp8::rounded_to_e4m3(number(i) * factor);
+            load_by([all = factors_ != nullptr ? factors_[row] : factor_](std::int64_t) { return all; });
         }
     });
+}
+
+Fp8Numbers fp8_weight(const CpuCall& call, std::int64_t first, Fp8Numbers::Rounding rounding, const float* factors, float factor) {
+    const Spec& spec = call.spec();
+    const std::byte* const from = weight_from(call, first);
+    if (!is_hidden_major(spec)) return {spec.dtype, from, spec.hidden_size, rounding, factors, factor};
+    return {spec.dtype, from, spec.padded_vocab_size, rounding, factors, factor, Fp8Numbers::FactorsOf::columns};
 }
 
 Fp8Numbers::Rounding logits_rounding(const Spec& spec) noexcept {
@@ -82,13 +142,24 @@ Fp8Numbers::Rounding logits_rounding(const Spec& spec) noexcept {
 }
 
 void fp8_row_scales(const Spec& spec, double given, const std::byte* rows, std::int64_t count, float* factors, float* scales) {
-    const float most = spec.fp8 == Fp8Operands::int8 ? fp8::int8_most() : fp8::e4m3_most();
     const std::int64_t row_bytes = spec.hidden_size * static_cast<std::int64_t>(element_bytes(spec.dtype));
     for (std::int64_t i = 0; i < count; ++i) {
-        const float largest = largest_of(spec.dtype, rows + i * row_bytes, spec.hidden_size, false);
-        const fp8::RowScale scale = given != 0.0 ? fp8::given_row_scale(largest, static_cast<float>(given)) : fp8::row_scale(largest, most);
+        const fp8::RowScale scale = row_scale_of(spec, given, largest_of(spec.dtype, rows + i * row_bytes, spec.hidden_size, false));
         factors[i] = scale.factor;
         scales[i] = scale.scale;
+    }
+}
+
+void fp8_class_scales(const CpuCall& call, std::int64_t first, std::int64_t count, float* factors, float* scales) {
+    const Spec& spec = call.spec();
+    if (!is_hidden_major(spec)) return fp8_row_scales(spec, spec.fp8_weight_scale, weight_from(call, first), count, factors, scales);
+    for (std::int64_t j = 0; j < count; j += kColumnsAtATime) {
+        largest_of_classes(spec, weight_from(call, first + j), std::min(kColumnsAtATime, count - j), scales + j);
+    }
+    for (std::int64_t j = 0; j < count; ++j) {
+        const fp8::RowScale scale = row_scale_of(spec, spec.fp8_weight_scale, scales[j]);
+        factors[j] = scale.factor;
+        scales[j] = scale.scale;
     }
 }
 
@@ -129,6 +200,34 @@ void sum_of_rows(const CpuContext& context, DType dtype, const std::byte* rows, 
     });
 }
 
+void sum_of_classes(const CpuContext& context, const CpuCall& call, float* sums) {
+    constexpr std::int64_t kRowsPerTask = 16;
+    constexpr std::int64_t kClassesAtATime = 256;  // rows that sum_of_rows has
+    const Spec& spec = call.spec();
+    const std::int64_t columns = call.vocab_columns();
+    if (!is_hidden_major(spec)) {
+        const auto class_weight = [&](std::int64_t column) { return call.class_weight(column); };
+        return sum_of_rows(context, spec.dtype, call.pointer(Slot::weight), columns, spec.hidden_size, class_weight, sums);
+    }
+    const std::int64_t row_bytes = spec.padded_vocab_size * static_cast<std::int64_t>(element_bytes(spec.dtype));
+    const Blocks tasks = fixed_blocks(spec.hidden_size, kRowsPerTask);
+    context.workers->run(tasks.count, context.threads, [&](std::int64_t task, std::int64_t) {
+        for (std::int64_t k = tasks.begin(task); k < tasks.begin(task) + tasks.length(task); ++k) {
+            with_numbers(spec.dtype, call.pointer(Slot::weight) + k * row_bytes, [&](const auto& number) {
+                sums[k] = 0;
+                for (std::int64_t begin = 0; begin < columns; begin += kClassesAtATime) {
+                    float part = 0;
+                    for (std::int64_t j = begin; j < std::min(begin + kClassesAtATime, columns); ++j) {
+                        const float times = call.class_weight(j);
+                        if (times != 0.F) part += times * number(j);
+                    }
+                    sums[k] += part;
+                }
+            });
+        }
+    });
+}
+
 void scale_products(float* tile, std::int64_t ld, std::int64_t rows, std::int64_t columns, const float* row_scales,
                     const float* class_scales) {
     for (std::int64_t i = 0; i < rows; ++i) {
@@ -138,14 +237,18 @@ void scale_products(float* tile, std::int64_t ld, std::int64_t rows, std::int64_
 }
 
 int fp8_weight_power(const CpuContext& context, const CpuCall& call) {
-    constexpr std::int64_t kClassesPerTask = 256;
+    constexpr std::int64_t kRowsPerTask = 256;
     const Spec& spec = call.spec();
-    const std::int64_t row_bytes = spec.hidden_size * static_cast<std::int64_t>(element_bytes(spec.dtype));
-    const Blocks tasks = fixed_blocks(call.vocab_columns(), kClassesPerTask);
+    const bool hidden_major = is_hidden_major(spec);
+    const std::int64_t rows = hidden_major ? spec.hidden_size : call.vocab_columns();
+    const std::int64_t columns = hidden_major ? call.vocab_columns() : spec.hidden_size;
+    const std::int64_t pitch = hidden_major ? spec.padded_vocab_size : spec.hidden_size;
+    const std::int64_t row_bytes = pitch * static_cast<std::int64_t>(element_bytes(spec.dtype));
+    const Blocks tasks = fixed_blocks(rows, hidden_major ? 1 : kRowsPerTask);
     LargestNumber largest;
     context.workers->run(tasks.count, context.threads, [&](std::int64_t task, std::int64_t) {
-        largest.add(
-            largest_finite(spec.dtype, call.pointer(Slot::weight) + tasks.begin(task) * row_bytes, tasks.length(task) * spec.hidden_size));
+        const std::byte* const from = call.pointer(Slot::weight) + tasks.begin(task) * row_bytes;
+        largest.add(largest_finite(spec.dtype, from, tasks.length(task) * columns));
     });
     return fp8::e4m3_power(largest.value());
 }

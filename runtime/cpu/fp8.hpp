@@ -14,15 +14,17 @@ namespace flce {
 struct CpuContext;
 class CpuCall;
 
-/// Rows of the dtype's numbers that are read as 8-bit ones: each times its row's factor, and rounded. They stay floats, which hold all
-/// numbers of 8 bits.
+/// Rows of the dtype's numbers that are read as 8-bit ones: each times its row's factor, or its column's, and rounded. They stay floats,
+/// which hold all numbers of 8 bits.
 class Fp8Numbers {
 public:
     enum class Rounding : std::uint8_t { int8, e4m3 };
+    enum class FactorsOf : std::uint8_t { rows, columns };
 
-    /// `factors`: of row 0 and those behind it. Without them `factor` is all rows'.
-    Fp8Numbers(DType dtype, const std::byte* rows, std::int64_t columns, Rounding rounding, const float* factors, float factor = 1.F)
-        : dtype_(dtype), rounding_(rounding), rows_(rows), columns_(columns), factors_(factors), factor_(factor) {}
+    /// `pitch`: numbers from one row to the next. `factors`: of row or column 0 and those behind it. Without them `factor` is all numbers'.
+    Fp8Numbers(DType dtype, const std::byte* rows, std::int64_t pitch, Rounding rounding, const float* factors, float factor = 1.F,
+               FactorsOf factors_of = FactorsOf::rows)
+        : dtype_(dtype), rounding_(rounding), factors_of_(factors_of), rows_(rows), pitch_(pitch), factors_(factors), factor_(factor) {}
 
     /// Loads `count` numbers of `row` from `column` on.
     void load(std::int64_t row, std::int64_t column, std::int64_t count, float* to) const;
@@ -30,8 +32,9 @@ public:
 private:
     DType dtype_;
     Rounding rounding_;
+    FactorsOf factors_of_;
     const std::byte* rows_;
-    std::int64_t columns_;
+    std::int64_t pitch_;
     const float* factors_;
     float factor_;
 };
@@ -41,12 +44,22 @@ private:
 
 /// Factors and scales of rows [0, count) of the logits' operands. `given`: the spec's scale of the operand, or 0.
 void fp8_row_scales(const Spec& spec, double given, const std::byte* rows, std::int64_t count, float* factors, float* scales);
+/// Factors and scales of the weight's classes [first, first + count), which are columns of a hidden_major one.
+void fp8_class_scales(const CpuCall& call, std::int64_t first, std::int64_t count, float* factors, float* scales);
+
+/// The weight's numbers from class `first` on, as it lies in memory: rows are classes, or a hidden_major weight's hidden dimensions.
+/// `factors`: of class `first` and those behind it.
+[[nodiscard]] Fp8Numbers fp8_weight(const CpuCall& call, std::int64_t first, Fp8Numbers::Rounding rounding, const float* factors,
+                                    float factor = 1.F);
 
 /// Largest |x| of `count` numbers, without those that are not finite.
 [[nodiscard]] float largest_finite(DType dtype, const std::byte* numbers, std::int64_t count);
 
 /// Adds factor · x to `to`, for `count` numbers x of the dtype.
 void add_multiple(DType dtype, const std::byte* numbers, std::int64_t count, float factor, float* to);
+
+/// sums[k] = Σ c_j · w_jk over the call's classes j, as sum_of_rows adds them up.
+void sum_of_classes(const CpuContext& context, const CpuCall& call, float* sums);
 
 /// sums[k] = Σ factor(i) · x_ik over rows [0, count) of `columns` numbers x, in one order whatever the number of threads. A row whose
 /// factor is 0 may hold anything. `factor` is called several times for a row.

@@ -45,10 +45,7 @@ void Fp8Gradients::find_powers(const std::function<GradRow(std::int64_t)>& row_o
     const std::int64_t d = spec_.hidden_size;
     if (call_.has(Slot::grad_hidden)) {
         weight_power_ = fp8_weight_power(context_, call_);
-        const auto class_weight = [&](std::int64_t column) { return call_.class_weight(column); };
-        if (smooths()) {
-            sum_of_rows(context_, spec_.dtype, call_.pointer(Slot::weight), call_.vocab_columns(), d, class_weight, weight_sum_);
-        }
+        if (smooths()) sum_of_classes(context_, call_, weight_sum_);
     }
     if (!call_.has(Slot::grad_weight)) return;
     const Blocks tasks = fixed_blocks(call_.num_tokens(), kTokensPerTask);
@@ -72,9 +69,14 @@ Fp8Row Fp8Gradients::row(const GradRow& row) const {
     return {factor, std::max(row.target, GradRow::kElsewhere), 0.F, smoothing_of(row)};
 }
 
-Fp8Numbers Fp8Gradients::weight() const {
-    const float factor = fp8::power_of_two(weight_power_);
-    return {spec_.dtype, call_.pointer(Slot::weight), spec_.hidden_size, Fp8Numbers::Rounding::e4m3, nullptr, factor};
+Fp8Numbers Fp8Gradients::weight(std::int64_t first) const {
+    return fp8_weight(call_, first, Fp8Numbers::Rounding::e4m3, nullptr, fp8::power_of_two(weight_power_));
+}
+
+void Fp8Gradients::load_class(std::int64_t column, std::int64_t d, std::int64_t count, float* to) const {
+    const Fp8Numbers numbers = weight(column);
+    if (spec_.layout == WeightLayout::vocab_major) return numbers.load(0, d, count, to);
+    for (std::int64_t k = 0; k < count; ++k) numbers.load(d + k, 0, 1, to + k);
 }
 
 void Fp8Gradients::round_tile(float* tile, const Fp8Step& step, const TileRange& range) const {
@@ -113,7 +115,7 @@ void Fp8Gradients::finish_hidden(float* tile, const Fp8Step& step, const TileRan
         std::array<float, 64> numbers{};
         for (std::int64_t d = 0; d < range.columns; d += std::ssize(numbers)) {
             const std::int64_t count = std::min(std::ssize(numbers), range.columns - d);
-            weight().load(step.vocab + row.target, range.column + d, count, numbers.data());
+            load_class(step.vocab + row.target, range.column + d, count, numbers.data());
             for (std::int64_t k = 0; k < count; ++k) of_row[d + k] += of_target * numbers[static_cast<std::size_t>(k)];
         }
     }

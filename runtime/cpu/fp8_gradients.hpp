@@ -28,7 +28,7 @@ public:
     void find_powers(const std::function<GradRow(std::int64_t)>& row_of);
     [[nodiscard]] Fp8Row row(const GradRow& row) const;
     /// The weight as operand of grad_hidden. Targets' rows are rounded as all others: a difference would be a class's in every step.
-    [[nodiscard]] Fp8Numbers weight() const;
+    [[nodiscard]] Fp8Numbers weight(std::int64_t first) const;
     [[nodiscard]] int hidden_power() const { return hidden_power_; }  ///< q, of hidden's operands of grad_weight
 
     /// Exponentials become numbers of 8 bits, and the gradients of the targets' logits go to their rows.
@@ -42,6 +42,8 @@ public:
 
 private:
     [[nodiscard]] bool smooths() const { return spec_.label_smoothing > 0; }
+    /// Loads a class's numbers, of weight(), from hidden dimension `d` on.
+    void load_class(std::int64_t column, std::int64_t d, std::int64_t count, float* to) const;
     /// r of a row that is not ignored.
     [[nodiscard]] float factor_of(const GradRow& row) const;
     /// Times a class's weight, what the gradients of a row's logits are less by; 0 of an ignored row.

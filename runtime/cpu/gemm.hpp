@@ -58,7 +58,7 @@ struct UnpackedB {
     std::optional<QuantizedWeight> quantized{};  ///< B's numbers, in place of data: depth or lines are classes from first_class on
     std::int64_t first_class = 0;
     float* dequantized = nullptr;         ///< room for a panel's numbers
-    std::optional<Fp8Numbers> rounded{};  ///< B's numbers in 8 bits, in place of data: depth or lines are rows from first_class on
+    std::optional<Fp8Numbers> rounded{};  ///< B's numbers in 8 bits, in place of data: depth or lines are rows
 
     [[nodiscard]] const std::byte* at(std::int64_t line, std::int64_t depth) const {
         return data + element_bytes * (depth_contiguous ? line * ld + depth : depth * ld + line);

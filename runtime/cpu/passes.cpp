@@ -30,10 +30,7 @@ void WorkerSlot::load_strip(const CpuContext& context, const CpuCall& call, std:
         std::copy_n(call.pointer<const float>(Slot::class_weight) + begin, columns, class_weight);
         std::fill(class_weight + columns, class_weight + width, 0.F);
     }
-    if (is_fp8(spec)) {
-        const std::int64_t row_bytes = spec.hidden_size * static_cast<std::int64_t>(element_bytes(spec.dtype));
-        fp8_row_scales(spec, spec.fp8_weight_scale, call.pointer(Slot::weight) + begin * row_bytes, columns, class_factors, class_scales);
-    }
+    if (is_fp8(spec)) fp8_class_scales(call, begin, columns, class_factors, class_scales);
 }
 
 UnpackedB weight_for_logits(const CpuContext& context, const CpuCall& call, const WorkerSlot& slot, std::int64_t begin) {
@@ -46,14 +43,13 @@ UnpackedB weight_for_logits(const CpuContext& context, const CpuCall& call, cons
                 .dequantized = slot.dequantized};
     }
     const auto bytes = static_cast<std::int64_t>(element_bytes(weight_dtype(spec)));
+    const bool vocab_major = spec.layout == WeightLayout::vocab_major;
     if (is_fp8(spec)) {
-        const std::byte* const rows = call.pointer(Slot::weight) + begin * bytes * spec.hidden_size;
-        return {.depth_contiguous = true,
+        return {.depth_contiguous = vocab_major,
                 .pack = context.code.pack_weight_logits,
                 .dequantized = slot.dequantized,
-                .rounded = Fp8Numbers(spec.dtype, rows, spec.hidden_size, logits_rounding(spec), slot.class_factors)};
+                .rounded = fp8_weight(call, begin, logits_rounding(spec), slot.class_factors)};
     }
-    const bool vocab_major = spec.layout == WeightLayout::vocab_major;
     return {.data = call.pointer(Slot::weight) + begin * bytes * (vocab_major ? spec.hidden_size : 1),
             .ld = vocab_major ? spec.hidden_size : spec.padded_vocab_size,
             .element_bytes = bytes,

@@ -114,18 +114,22 @@ __device__ __forceinline__ unsigned largest_of(const unsigned (&words)[4]) {
     for (const unsigned word : words) largest = __vmaxu2(largest, word & 0x7fff7fffu);
     return largest;
 }
-/// Bits of the largest |number| of a row, for all lanes of a warp.
-template <class Problem>
-__device__ __forceinline__ unsigned largest_of_row(const void* row) {
-    const Bf16* const at = static_cast<const Bf16*>(row);
+/// Bits of the largest |number| of D, for all lanes of a warp. `load(k, words)`: eight from k on.
+template <class Problem, class Load>
+__device__ __forceinline__ unsigned largest_by(const Load& load) {
     unsigned largest = 0u;
 #pragma unroll 4
     for (int k = static_cast<int>(threadIdx.x) % 32 * 8; k < Problem::hidden_size; k += 256) {
         unsigned words[4];
-        ptx::ld_global_v4(words, at + k);
+        load(k, words);
         largest = __vmaxu2(largest, largest_of(words));
     }
     return __reduce_max_sync(0xffffffffu, max(largest >> 16, largest & 0xffffu)) << 16;
+}
+template <class Problem>
+__device__ __forceinline__ unsigned largest_of_row(const void* row) {
+    const Bf16* const at = static_cast<const Bf16*>(row);
+    return largest_by<Problem>([at](int k, unsigned(&words)[4]) { ptx::ld_global_v4(words, at + k); });
 }
 /// Bits of the largest |number| that is finite.
 template <class Problem>
@@ -220,20 +224,6 @@ __device__ __forceinline__ void fp8_codes(const Fp8CodesParams& p) {
     }
 }
 
-/// Scales of rows without their codes, which fp8_both_codes makes. A warp has a row.
-template <class Problem>
-__device__ __forceinline__ void fp8_scales(const Fp8CodesParams& p) {
-    const int row = static_cast<int>(blockIdx.x) * (kRowThreads / 32) + static_cast<int>(threadIdx.x) / 32;
-    if (row >= p.rows) return;
-    const Bf16* const from = static_cast<const Bf16*>(p.from) + static_cast<long long>(row) * Problem::hidden_size;
-    const unsigned largest = RowNumbers<Problem>(from).largest();
-    raise_largest<Problem>(p, from, largest);
-    if (threadIdx.x % 32 != 0) return;
-    const RowCodes<Problem> codes(largest, p.given_scale);
-    p.scales[row] = codes.scale;
-    p.row_factors[row] = codes.factor;
-}
-
 /// Rows of a warp at positions that follow each other. A lane has four columns of each, all of which are on their way at once, and the
 /// factors of the row that has its number.
 template <class Problem, bool kTokens, bool kBoth>
@@ -320,16 +310,8 @@ __device__ __forceinline__ void fp8_turn(const Fp8TurnParams& p) {
     }
 }
 template <class Problem>
-__device__ __forceinline__ void fp8_turn_weight(const Fp8TurnParams& p) {
-    fp8_turn<Problem, false, false>(p);
-}
-template <class Problem>
 __device__ __forceinline__ void fp8_turn_hidden(const Fp8TurnParams& p) {
     fp8_turn<Problem, true, false>(p);
-}
-template <class Problem>
-__device__ __forceinline__ void fp8_both_codes(const Fp8TurnParams& p) {
-    fp8_turn<Problem, false, true>(p);
 }
 
 }  // namespace flce

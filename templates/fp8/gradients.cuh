@@ -13,19 +13,24 @@ using PanelsFp8 = Select<kUpdates, PanelUpdate<Out, TileT>, PanelStore<Out, Tile
 
 /// grad_weight's parameters.
 template <class Problem>
-using GradWeightFp8Params = Select<Problem::label_smoothing, SmoothedFp8GradientParams, Fp8GradientParams>;
+using MappedGradWeightFp8Params = Select<Problem::label_smoothing, SmoothedFp8GradientParams, Fp8GradientParams>;
+template <class Problem>
+using GradWeightFp8Params = Select<Problem::hidden_major && Problem::accumulate, WithResult<MappedGradWeightFp8Params<Problem>>,
+                                   MappedGradWeightFp8Params<Problem>>;
 
-/// result[m, n] = factor · row_factors[m] · Σ_k A[m, k]·B[n, k], n being hidden dimensions; less label smoothing's term where its Params
-/// have one.
-template <class Problem, class TileT, class Out, bool kUpdates, int kRaster, class Params = Fp8GradientParams>
+/// result[m, n] = factor · row_factors[m] · Σ_k A[m, k]·B[n, k], n being hidden dimensions, kTurned: classes; less label smoothing's term
+/// where its Params have one.
+template <class Problem, class TileT, class Out, bool kUpdates, int kRaster, class Params = Fp8GradientParams, bool kTurned = false>
 struct GradientFp8 {
-    using Mainloop = MainloopFp8<TileT, gradient_codes<Problem>()>;
+    using Mainloop = MainloopFp8<TileT, gradient_codes<Problem, kTurned>()>;
     using Panels = PanelsFp8<Out, TileT, kUpdates>;
     enum : int { kPanelsAt = Mainloop::kRingBytes };
     enum : int { kBarriersAt = kPanelsAt + Panels::kBytes };
     enum : int { kSmemBytes = kBarriersAt + Mainloop::kBarrierBytes };
     enum : int { kThreads = TileT::kThreads };
-    enum : int { kHidden = Problem::hidden_size };
+    enum : int { kColumns = kTurned ? 0 : +Problem::hidden_size };  ///< 0: nobody knows yet
+    // The copy engine writes whole 16 bytes of a row, so where rows of the vocabulary end within them, threads add up to the end.
+    enum : bool { kPanelled = !(Problem::accumulate && kTurned) || vocabulary_aligned<Problem, Out>() };
     enum : int { kPanelColumns = Panels::kPanelColumns };
     enum : int { kPanels = TileT::kBlockN / kPanelColumns };
 
@@ -63,19 +68,26 @@ struct GradientFp8 {
 private:
     __device__ __forceinline__ void compute(float factor) {
         const int y = walk.m + loop.place.first_row();
-        if constexpr (kUpdates) {
+        if constexpr (kUpdates && kPanelled) {
             if (p.adds != 0) {
                 for (int panel = 0; panel < 2; ++panel) fetch(panel, y);
             }
         }
         typename Mainloop::Accumulators c;
-        loop.template consume_in_parts<kHidden>(c, walk.n, slices);
+        loop.template consume_in_parts<kColumns>(c, walk.n, slices);
         scale_gradient(p, loop.place, walk.m, factor, c);
-        take_smoothing<Problem>(p, loop.place, walk.m, walk.n, c);
+        take_smoothing<Problem, kTurned>(p, loop.place, walk.m, walk.n, c);
+        if constexpr (kPanelled) {
+            hand_over(c, y);
+        } else {
+            add_to_rows(c);
+        }
+    }
+    __device__ __forceinline__ void hand_over(typename Mainloop::Accumulators& c, int y) {
 #pragma unroll
         for (int panel = 0; panel < kPanels; ++panel) {
             const int x = walk.n + panel * kPanelColumns;
-            if (x >= kHidden) continue;
+            if (x >= (kTurned ? p.n : +Problem::hidden_size)) continue;
             if constexpr (kUpdates) {
                 panels.add(c[0], panel, panel * kPanelColumns / 8, 1.f);
                 panels.close(p.result_map, x, y);
@@ -91,8 +103,14 @@ private:
     __device__ __forceinline__ void fetch(int panel, int y) {
         if constexpr (kUpdates) {
             const int x = walk.n + panel * kPanelColumns;
-            if (x < kHidden) panels.fetch(p.result_map, panel, x, y);
+            if (x < (kTurned ? p.n : +Problem::hidden_size)) panels.fetch(p.result_map, panel, x, y);
         }
+    }
+    /// Adds a tile to rows of the vocabulary: of a pair across its end the second element is not there.
+    __device__ __forceinline__ void add_to_rows(typename Mainloop::Accumulators& c) const {
+        constexpr long long kPitch = Problem::padded_vocab_size;
+        const TileTarget<Out> result{static_cast<Out*>(p.result) + walk.m * kPitch + walk.n, kPitch, p.m - walk.m, p.n - walk.n};
+        store_tile_sm90<!Problem::shard && Problem::vocab_size % 2 == 0, true>(loop, c, result, 1.f);
     }
 };
 
@@ -103,7 +121,7 @@ struct GradHiddenFp8 : GradientFp8<Problem, TileT, float, false, Problem::raster
 template <class Problem, class TileT>
 using GradWeightFp8Base =
     GradientFp8<Problem, TileT, typename Problem::GradWeight, Problem::accumulate && sizeof(typename Problem::GradWeight) == 2,
-                Problem::raster, GradWeightFp8Params<Problem>>;
+                Problem::raster, GradWeightFp8Params<Problem>, Problem::hidden_major>;
 template <class Problem, class TileT>
 struct GradWeightFp8 : GradWeightFp8Base<Problem, TileT> {
     using GradWeightFp8Base<Problem, TileT>::GradWeightFp8Base;

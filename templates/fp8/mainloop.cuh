@@ -71,10 +71,10 @@ struct MainloopFp8 : RingSm90<TileT> {
         release(previous);
     }
 
-    /// A consumer: c = all slices of its next tile, whose columns from `n` on are those of a result with kExtent columns; where few are
-    /// left of them, fewer are multiplied. Parts of kPartSlices slices are added up in fp32, because tensor cores cut off what lies 13 bits
-    /// below a sum: of many small products beside a large one nothing would be left. The second consumer's first part is shorter, so that
-    /// one consumer multiplies while the other one adds.
+    /// A consumer: c = all slices of its next tile, whose columns from `n` on are those of a result with kExtent columns, 0 where nobody
+    /// knows yet; where few are left of them, fewer are multiplied. Parts of kPartSlices slices are added up in fp32, because tensor cores
+    /// cut off what lies 13 bits below a sum: of many small products beside a large one nothing would be left. The second consumer's first
+    /// part is shorter, so that one consumer multiplies while the other one adds.
     template <int kExtent>
     __device__ __forceinline__ void consume_in_parts(Accumulators& c, int n, int slices) {
         static_assert(kPiecesA == 1 && !TileT::kTurns, "a consumer has 64 rows, and a slice is there for both consumers");
@@ -151,6 +151,7 @@ private:
                 if constexpr (kCodes == CodesFp8::s8_s8) ptx::wgmma_s8_s8(sums[i], a, b, kept);
                 if constexpr (kCodes == CodesFp8::e4m3_e4m3) ptx::wgmma_e4m3_e4m3(sums[i], a, b, kept);
                 if constexpr (kCodes == CodesFp8::e5m2_e4m3) ptx::wgmma_e5m2_e4m3(sums[i], a, b, kept);
+                if constexpr (kCodes == CodesFp8::e4m3_e5m2) ptx::wgmma_e4m3_e5m2(sums[i], a, b, kept);
             }
         }
     }

@@ -5,9 +5,13 @@
 
 namespace flce {
 
-/// Two neighbouring elements of a row with an even number of them.
+/// Two neighbouring elements of a row.
 template <class T>
 struct PairMma8 {
+    /// Without the second one, behind a row's end.
+    static __device__ __forceinline__ void store_first(T* at, bool adds, float first) {
+        *at = Numeric<T>::from_float(first + (adds ? to_float(*at) : 0.f));
+    }
     static __device__ __forceinline__ void store(T* at, bool adds, float first, float second) {
         if constexpr (sizeof(T) == 4) {
             float2* const pair = reinterpret_cast<float2*>(at);
@@ -21,13 +25,13 @@ struct PairMma8 {
     }
 };
 
-/// result[m, n] = factor · row_factors[m] · Σ_k A[m, k]·B[n, k], n being hidden dimensions.
-template <class Problem, class TileT, class Out, class Params = Fp8GradientMmaParams>
+/// result[m, n] = factor · row_factors[m] · Σ_k A[m, k]·B[n, k], n being hidden dimensions, kTurned: classes.
+template <class Problem, class TileT, class Out, class Params = Fp8GradientMmaParams, bool kTurned = false>
 struct GradientMma8 {
-    using Mainloop = MainloopMma8<TileT, gradient_codes<Problem>(), true>;
+    using Mainloop = MainloopMma8<TileT, gradient_codes<Problem, kTurned>(), true>;
     enum : int { kSmemBytes = TileT::kSmemBytes };
     enum : int { kThreads = TileT::kThreads };
-    enum : int { kHidden = Problem::hidden_size };
+    enum : int { kColumns = kTurned ? 0 : +Problem::hidden_size };  ///< 0: p.n
 
     const Params& p;
     Mainloop loop;
@@ -54,7 +58,7 @@ struct GradientMma8 {
             more = walk.go_to(tile);
             if (more) loop.begin(walk.m, walk.n);
             scale_gradient(p, loop.place, m, factor, c);
-            take_smoothing<Problem>(p, loop.place, m, n, c);
+            take_smoothing<Problem, kTurned>(p, loop.place, m, n, c);
             store(c, m, n);
         }
     }
@@ -72,10 +76,17 @@ private:
                 Out* const at = static_cast<Out*>(p.result_map.at) + row * p.result_map.pitch + column0;
 #pragma unroll
                 for (int j = 0; j < Mainloop::kColumnPieces; ++j) {
-                    if (column0 + j * 8 < kHidden) PairMma8<Out>::store(at + j * 8, adds, c[i][j][2 * h], c[i][j][2 * h + 1]);
+                    const int column = column0 + j * 8;
+                    if (column >= columns()) continue;
+                    if (kTurned && column + 1 == columns()) {
+                        PairMma8<Out>::store_first(at + j * 8, adds, c[i][j][2 * h]);
+                    } else {
+                        PairMma8<Out>::store(at + j * 8, adds, c[i][j][2 * h], c[i][j][2 * h + 1]);
+                    }
                 }
             }
     }
+    __device__ __forceinline__ int columns() const { return kColumns > 0 ? +kColumns : p.n; }
 };
 
 /// grad_weight's parameters.
@@ -85,7 +96,7 @@ using GradWeightMma8Params = Select<Problem::label_smoothing, SmoothedFp8Gradien
 template <class Problem, class TileT>
 using GradHiddenMma8 = GradientMma8<Problem, TileT, float>;
 template <class Problem, class TileT>
-using GradWeightMma8 = GradientMma8<Problem, TileT, typename Problem::GradWeight, GradWeightMma8Params<Problem>>;
+using GradWeightMma8 = GradientMma8<Problem, TileT, typename Problem::GradWeight, GradWeightMma8Params<Problem>, Problem::hidden_major>;
 
 template <class Problem, class TileT>
 __device__ __forceinline__ void grad_hidden_fp8_mma(const Fp8GradientMmaParams& p) {

@@ -219,6 +219,7 @@ private:
         if constexpr (kCodes == CodesFp8::s8_s8) ptx::mma_m16n8k32_s8_s8(sum, a, b0, b1);
         if constexpr (kCodes == CodesFp8::e4m3_e4m3) ptx::mma_m16n8k32_e4m3_e4m3(sum, a, b0, b1);
         if constexpr (kCodes == CodesFp8::e5m2_e4m3) ptx::mma_m16n8k32_e5m2_e4m3(sum, a, b0, b1);
+        if constexpr (kCodes == CodesFp8::e4m3_e5m2) ptx::mma_m16n8k32_e4m3_e5m2(sum, a, b0, b1);
     }
 };
 

@@ -32,7 +32,7 @@ struct Fp8Largest {
     unsigned unused;
 };
 
-/// Codes and scales of rows.
+/// Codes and scales of rows. A hidden_major weight's are columns.
 struct Fp8CodesParams {
     const void* from;        ///< [rows, D]
     unsigned char* codes;    ///< [rows, pitch]
@@ -48,7 +48,7 @@ struct Fp8CodesParams {
     float given_scale;  ///< scale of every row, where the Problem has given scales
 };
 
-/// Codes of rows times their factors, turned over.
+/// Codes of rows times their factors, turned over. A hidden_major weight's rows are columns, and its codes turned over lie as it does.
 struct Fp8TurnParams {
     const void* from;         ///< [rows, D]
     unsigned char* codes;     ///< [D, positions]
@@ -60,6 +60,7 @@ struct Fp8TurnParams {
     long long positions;
     int rows;
     int unused;
+    const unsigned* unless;  ///< Fp8CodesParams', of a hidden_major weight
 };
 
 /// A matrix that kernels without tensor maps read or write: rows of elements that follow each other.
@@ -94,7 +95,7 @@ struct Fp8LogitsOf : ForwardParams {
 using Fp8LogitsParams = Fp8LogitsOf<TensorMap>;
 using Fp8LogitsMmaParams = Fp8LogitsOf<PlainMatrix>;
 
-/// grad_hidden and grad_weight: result = factor · Σ a·b.
+/// grad_hidden and grad_weight: result = factor · Σ a·b. A hidden_major grad_weight has its operands changed over.
 template <class Matrix>
 struct Fp8GradientOf {
     enum : bool { kSmoothed = false };
@@ -111,12 +112,17 @@ struct Fp8GradientOf {
 using Fp8GradientParams = Fp8GradientOf<TensorMap>;
 using Fp8GradientMmaParams = Fp8GradientOf<PlainMatrix>;
 
-/// With label smoothing, grad_weight's rows are less by their class's weight times a sum over all tokens (smoothing_sums).
+/// With label smoothing, grad_weight's classes are less by their weight times a sum over all tokens (smoothing_sums).
 template <class Matrix>
 struct SmoothedFp8GradientOf : Fp8GradientOf<Matrix> {
     enum : bool { kSmoothed = true };
     const float* hidden_sum;    ///< [D]
     const float* class_weight;  ///< at the launch's first class, where the Problem has class weights
+};
+/// A result that threads add to by themselves, because its rows, of a hidden_major weight, may end where the copy engine's pieces do not.
+template <class Params>
+struct WithResult : Params {
+    void* result;
 };
 using SmoothedFp8GradientParams = SmoothedFp8GradientOf<TensorMap>;
 using SmoothedFp8GradientMmaParams = SmoothedFp8GradientOf<PlainMatrix>;

@@ -3,7 +3,7 @@
 
 #include "flce/common/logit_epilogue.cuh"
 #include "flce/common/row_kernels.cuh"
-#include "flce/fp8/codes.cuh"
+#include "flce/fp8/weight_codes.cuh"
 
 namespace flce {
 
@@ -12,9 +12,9 @@ __device__ __forceinline__ int row_of_warp() {
     return static_cast<int>(blockIdx.x) * (kRowThreads / 32) + static_cast<int>(threadIdx.x) / 32;
 }
 
-/// The sum of products of two rows' codes, for all lanes of a warp. Of int8 it is that of the tensor cores.
+/// The sum of products of a row's codes and a class's, for all lanes of a warp. Of int8 it is that of the tensor cores.
 template <class Problem>
-__device__ __forceinline__ float product_of_codes(const Bf16* a, const RowCodes<Problem>& of_a, const Bf16* b,
+__device__ __forceinline__ float product_of_codes(const Bf16* a, const RowCodes<Problem>& of_a, const ClassNumbers<Problem>& b,
                                                   const RowCodes<Problem>& of_b) {
     using N = Numeric<Bf16>;
     int whole = 0;
@@ -23,7 +23,7 @@ __device__ __forceinline__ float product_of_codes(const Bf16* a, const RowCodes<
         unsigned x[4];
         unsigned y[4];
         ptx::ld_global_v4(x, a + k);
-        ptx::ld_global_v4(y, b + k);
+        b.load(k, y);
 #pragma unroll
         for (int i = 0; i < 4; i += 2) {
             const unsigned u = of_a.pack(N::first(x[i]), N::second(x[i]), N::first(x[i + 1]), N::second(x[i + 1]));
@@ -48,9 +48,9 @@ __device__ __forceinline__ float product_of_codes(const Bf16* a, const RowCodes<
 template <class Problem, class Params>
 __device__ __forceinline__ float product_of_class(const Params& p, int row, int column, unsigned largest) {
     const Bf16* const hidden = static_cast<const Bf16*>(p.hidden) + static_cast<long long>(row) * Problem::hidden_size;
-    const Bf16* const weight = static_cast<const Bf16*>(p.weight) + static_cast<long long>(column) * Problem::hidden_size;
+    const ClassNumbers<Problem> weight(p.weight, column);
     const RowCodes<Problem> of_hidden(largest, p.hidden_scale);
-    const RowCodes<Problem> of_weight(largest_of_row<Problem>(weight), p.weight_scale);
+    const RowCodes<Problem> of_weight(weight.largest(), p.weight_scale);
     return fp8::product_of(product_of_codes<Problem>(hidden, of_hidden, weight, of_weight), of_hidden.scale, of_weight.scale);
 }
 /// The logit of a product.
@@ -222,7 +222,7 @@ __device__ __forceinline__ void fp8_finish(const Fp8FinishParams& p) {
     const bool here = has_class<Problem>(target);
     const float dz = p.target_dz[row];
     const long long at = static_cast<long long>(row) * Problem::hidden_size;
-    const Bf16* const weight = static_cast<const Bf16*>(p.weight) + static_cast<long long>(here ? target : 0) * Problem::hidden_size;
+    const ClassNumbers<Problem> weight(p.weight, here ? target : 0);
     // A target's row is rounded as all others are: a difference would be a class's in every step.
     const float factor = fp8_factor(*p.largest);
     const float dz_of_code = dz * __frcp_rn(factor);
@@ -237,7 +237,7 @@ __device__ __forceinline__ void fp8_finish(const Fp8FinishParams& p) {
             }
             const float sums[8] = {first.x, first.y, first.z, first.w, second.x, second.y, second.z, second.w};
             unsigned w[4] = {0u, 0u, 0u, 0u};
-            if (here) ptx::ld_global_v4(w, weight + k);
+            if (here) weight.load(k, w);
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 out[2 * i] = __fmaf_rn(dz_of_code, fp8::rounded_to_e4m3(N::first(w[i]) * factor), sums[2 * i]);

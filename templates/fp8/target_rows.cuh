@@ -111,9 +111,10 @@ __device__ __forceinline__ void fp8_target_rows(const Fp8TargetRowsParams& p) {
         }
     });
     if (!there) return;
-    Out* const out = static_cast<Out*>(p.grad_weight) + static_cast<long long>(target) * Problem::hidden_size + k;
+    Out* const out = weight_at<Problem>(static_cast<Out*>(p.grad_weight), target, k);
+    constexpr long long kStep = Problem::hidden_major ? +Problem::padded_vocab_size : 1;
 #pragma unroll
-    for (int i = 0; i < 8; ++i) out[i] = Numeric<Out>::from_float(to_float(out[i]) + sums[i]);
+    for (int i = 0; i < 8; ++i) out[i * kStep] = Numeric<Out>::from_float(to_float(out[i * kStep]) + sums[i]);
 }
 
 /// A warp has a class.

@@ -52,6 +52,7 @@ namespace flce::ptx {
 
 FLCE_WGMMA_WIDTHS(wgmma_e4m3_e4m3, float, "f", ".f32.e4m3.e4m3", ", 1, 1")
 FLCE_WGMMA_WIDTHS(wgmma_e5m2_e4m3, float, "f", ".f32.e5m2.e4m3", ", 1, 1")
+FLCE_WGMMA_WIDTHS(wgmma_e4m3_e5m2, float, "f", ".f32.e4m3.e5m2", ", 1, 1")
 FLCE_WGMMA_WIDTHS(wgmma_s8_s8, int, "r", ".s32.s8.s8", "")
 
 #undef FLCE_ARGUMENTS

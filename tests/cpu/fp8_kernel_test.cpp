@@ -110,6 +110,37 @@ TEST_P(CpuFp8, LabelSmoothing_WithinBoundsAndTheSameBits) {
     expect_each_alone(kernel, problem, expected);
 }
 
+// A class's codes are of its own numbers, wherever they lie.
+TEST_P(CpuFp8, EitherLayout_TheSameBits) {
+    for (const bool e4m3 : {false, true}) {
+        for (const DType dtype : {DType::fp32, DType::bf16, DType::fp16}) {
+            Spec spec = spec_of(dtype, e4m3 ? Fp8Operands::e4m3 : Fp8Operands::int8, Fp8Dlogits::e5m2, true);
+            if (e4m3) {
+                spec.softcap = 0;
+                spec.label_smoothing = 0.15;
+                spec.grad_weight_mode = GradMode::accumulate;
+            }
+            Problem problem = make_problem(spec, {.num_tokens = 57});
+            std::fill_n(problem.weight.begin() + 7 * 72, 72, 0.F);
+            std::fill_n(problem.weight.begin() + 9 * 72, 3, 1e-40F);  // below fp32's normal numbers
+            KernelOutputs of_layout[2];
+            for (const bool hidden_major : {false, true}) {
+                problem.spec.layout = hidden_major ? WeightLayout::hidden_major : WeightLayout::vocab_major;
+                KernelRun run(kernel_of(GetParam(), problem.spec, tiny_plan(GetParam())), problem);
+                run.forward();
+                run.backward();
+                of_layout[hidden_major ? 1 : 0] = run.outputs(select_all(problem));
+                EXPECT_EQ(run.violations(), "");
+            }
+            for (auto KernelOutputs::* each : {&KernelOutputs::loss, &KernelOutputs::lse, &KernelOutputs::logprobs,
+                                               &KernelOutputs::grad_hidden, &KernelOutputs::grad_weight, &KernelOutputs::grad_bias}) {
+                EXPECT_FALSE((of_layout[0].*each).empty());
+                EXPECT_TRUE(of_layout[0].*each == of_layout[1].*each) << spec.text();
+            }
+        }
+    }
+}
+
 TEST_P(CpuFp8, GivenScales_WithinBoundsAndNoOtherMachineCode) {
     for (const Fp8Operands operands : {Fp8Operands::int8, Fp8Operands::e4m3}) {
         const Spec dynamic = spec_of(DType::bf16, operands, Fp8Dlogits::e5m2, true);

@@ -341,6 +341,16 @@ INSTANTIATE_TEST_SUITE_P(
                         Variant{"BiasOffset", "D=2048,V=50257,fp8,bias,class_offset,temperature,logit_scale=0.5", true, Level::nightly},
                         Variant{"Shard", "D=2048,V=75968,whole_vocab_size=151936,fp8", false, Level::quick},
                         Variant{"SmoothedShard", "D=2048,V=75968,whole_vocab_size=151936,fp8,label_smoothing=0.1,class_weight,bias", false},
+                        Variant{"HiddenMajor", "D=2048,V=151936,fp8,layout=hidden_major", false, Level::quick},
+                        Variant{"HiddenMajorAdded", "D=200,V=1000,fp8=e4m3,layout=hidden_major,grad_weight_mode=accumulate", false},
+                        Variant{"HiddenMajorSmoothed",
+                                "D=200,V=1001,padded_vocab_size=1008,fp8,layout=hidden_major,grad_weight_mode=accumulate,"
+                                "label_smoothing=0.1,class_weight,bias,temperature",
+                                false},
+                        Variant{"HiddenMajorShard",
+                                "D=200,V=1001,padded_vocab_size=1008,whole_vocab_size=2001,fp8,fp8_dlogits=e4m3,layout=hidden_major,"
+                                "label_smoothing=0.1,class_weight,grad_weight_dtype=fp32,grad_weight_mode=accumulate",
+                                false, Level::nightly},
                         Variant{"ShardInFp32",
                                 "D=200,V=1001,whole_vocab_size=2001,fp8=e4m3,fp8_dlogits=e4m3,bias,class_weight,class_offset,"
                                 "temperature,grad_hidden_dtype=fp32,outputs=loss+lse+logprobs",
@@ -362,6 +372,10 @@ INSTANTIATE_TEST_SUITE_P(
                                              Level::nightly},
                                      Variant{"Shard", "D=2048,V=75968,whole_vocab_size=151936,fp8"},
                                      Variant{"Smoothed", "D=2048,V=50257,fp8,label_smoothing=0.1,class_weight,bias"},
+                                     Variant{"HiddenMajor", "D=2048,V=151936,fp8,layout=hidden_major"},
+                                     Variant{"HiddenMajorSmoothed",
+                                             "D=200,V=1001,padded_vocab_size=1008,fp8,layout=hidden_major,grad_weight_mode=accumulate,"
+                                             "label_smoothing=0.1,class_weight,bias,temperature"},
                                      Variant{"Entropy", "D=2048,V=50257,fp8,outputs=loss+entropy,bias,temperature", true},
                                      Variant{"Everything",
                                              "D=200,V=1001,fp8,bias,class_weight,z_loss=0.001,softcap=30,logit_scale=0.5,temperature,"

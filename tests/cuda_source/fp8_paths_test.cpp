@@ -77,6 +77,9 @@ TEST(Fp8Path, EveryGpu_HasItsOwnOrSaysWhichHave) {
         const std::string why = refusal("D=2048,V=151936,dtype=fp16,fp8", device);
         EXPECT_NE(why.find("dtype=fp16"), std::string::npos) << why;
         EXPECT_EQ(why.find("cuda_sm80"), std::string::npos) << why;
+        const std::string rows = refusal("D=2048,V=1001,fp8,layout=hidden_major", device);
+        EXPECT_NE(rows.find("layout=hidden_major with rows of 1001"), std::string::npos) << rows;
+        EXPECT_EQ(refusal("D=2048,V=1001,padded_vocab_size=1008,fp8,layout=hidden_major", device), "");
     }
 }
 
@@ -169,6 +172,7 @@ TEST(Fp8Path, GradientsMemory_HoldsHalfOfTheExponentials) {
     EXPECT_NEAR(static_cast<double>(columns("D=2048,V=151936,fp8", 1024)), 151936 * 0.8, 384);
     EXPECT_EQ(columns("D=2048,V=151936,fp8,tied", 4096), 0) << "old values are there";
     EXPECT_EQ(columns("D=2048,V=151936,fp8,fp8_dlogits=e4m3", 4096), 0) << "nothing is kept in e4m3";
+    EXPECT_EQ(columns("D=2048,V=151936,fp8,layout=hidden_major", 4096), 0) << "a chunk's gradient is in all rows";
 }
 
 }  // namespace

@@ -81,7 +81,7 @@ protected:
         if (is_shard(spec)) {
             set(Slot::vocab_start, 5000);
             set(Slot::vocab_columns, columns());
-            set(Slot::weight_rows, columns() + 3);
+            set(Slot::weight_rows, hidden_major() ? spec.padded_vocab_size : columns() + 3);
         }
         if (of.lent) {
             retained_bytes = evaluate(program.lendable_bytes, made);
@@ -97,6 +97,7 @@ protected:
         return made;
     }
     [[nodiscard]] std::int64_t slot_of(Slot slot) const { return slots[static_cast<std::size_t>(slot)]; }
+    [[nodiscard]] bool hidden_major() const { return spec.layout == WeightLayout::hidden_major; }
     [[nodiscard]] std::int64_t columns() const { return of.columns >= 0 ? of.columns : spec.vocab_size; }
     /// Memory for the most classes of a shard.
     [[nodiscard]] Range workspace(const Expr& bytes) const {
@@ -107,15 +108,24 @@ protected:
     }
     [[nodiscard]] Range gradient() const {
         const std::int64_t at = slot_of(Slot::grad_weight);
-        return {at, at + columns() * gradient_row()};
+        return {at, at + (hidden_major() ? spec.padded_vocab_size : columns()) * gradient_row()};
     }
     [[nodiscard]] Launched backward(StageCode stage) const {
         CallSlots of_stage = slots;
         of_stage[static_cast<std::size_t>(Slot::stage)] = static_cast<std::int64_t>(stage);
         return test::run(program, program.backward, of_stage);
     }
-    [[nodiscard]] std::int64_t gradient_row() const {
-        return spec.hidden_size * static_cast<std::int64_t>(element_bytes(spec.grad_weight_dtype));
+    [[nodiscard]] std::int64_t gradient_row() const { return spec.hidden_size * gradient_element(); }
+    [[nodiscard]] std::int64_t gradient_element() const { return static_cast<std::int64_t>(element_bytes(spec.grad_weight_dtype)); }
+    /// Whether a launch of grad_weight makes the gradient of classes from `first` on, of as many as it says; and how many these are.
+    [[nodiscard]] std::int64_t expect_classes(const Gradient& p, std::int64_t first) const {
+        EXPECT_EQ(p.result.begin, gradient().begin + first * (hidden_major() ? gradient_element() : gradient_row()));
+        EXPECT_EQ(hidden_major() ? p.m : p.n, spec.hidden_size);
+        const std::int64_t classes = hidden_major() ? p.n : p.m;
+        const std::int64_t rows_before_last = (hidden_major() ? (spec.hidden_size - 1) * spec.padded_vocab_size : 0) * gradient_element();
+        const std::int64_t last_rows = classes * (hidden_major() ? gradient_element() : gradient_row());
+        EXPECT_EQ(p.result.end - p.result.begin, rows_before_last + last_rows);
+        return classes;
     }
     /// The map at `offset` of a parameter block.
     template <class Params>
@@ -168,6 +178,7 @@ protected:
         const std::int64_t element = r.kernel == "flce_grad_hidden" ? 4 : static_cast<std::int64_t>(element_bytes(spec.grad_weight_dtype));
         Gradient made{{}, range_of(p.a_map), range_of(p.b_map), range_of(p.result_map, element)};
         made.m = p.m;
+        made.n = p.n;
         made.k = p.k;
         made.adds = p.adds;
         return made;
@@ -336,16 +347,17 @@ TEST_P(Fp8Programs, Backward_GradientsOfEveryColumnOnce) {
             expect_owned(turned, room);
             expect_dead(turned);
             EXPECT_TRUE(turned.begin >= gradient().begin + written * gradient_row() || turned.begin >= room.begin);
+            EXPECT_FALSE(hidden_major() && written > 0 && turned.meets(gradient())) << "its rows have columns that are written";
             expect_owned(p.result, room);
             hidden_columns += p.k;
         } else if (r.kernel == "flce_grad_weight") {
             const Gradient p = gradient_of(r);
-            EXPECT_EQ(p.result.begin, gradient().begin + written * gradient_row());
-            EXPECT_FALSE(p.result.meets(p.a));
+            const std::int64_t classes = expect_classes(p, written);
+            EXPECT_FALSE(p.result.meets(p.a) || p.result.meets(p.b));
             expect_dead(p.result);
             EXPECT_EQ(p.k, positions());
             if (spec.label_smoothing > 0) expect_smoothed(r, written, room);
-            written += p.m;
+            written += classes;
         }
     }
     EXPECT_EQ(totals.hidden_sum != nullptr, spec.label_smoothing > 0 && columns() > 0);
@@ -379,11 +391,16 @@ TEST_P(Fp8ShardPrograms, BackwardInStages_HasTheSameLaunches) {
     if (columns() == 0) {
         EXPECT_EQ(first.memsets.at(slot_of(Slot::grad_hidden)), hidden);
     }
+    EXPECT_EQ(first.count("zero_columns"), hidden_major() ? 1 : 0);
+    if (hidden_major()) return;
     EXPECT_EQ(first.memsets.at(slot_of(Slot::grad_weight) + columns() * gradient_row()), 3 * gradient_row()) << "rows of padding";
 }
 
 constexpr const char* kLarge = "D=2048,V=151936,fp8";
 constexpr const char* kRagged = "D=520,V=2571,fp8,bias,temperature";
+constexpr const char* kLargeColumns = "D=2048,V=151936,fp8,layout=hidden_major";
+constexpr const char* kRaggedColumns =
+    "D=520,V=2571,padded_vocab_size=2576,fp8,layout=hidden_major,bias,temperature,class_weight,label_smoothing=0.1";
 constexpr const char* kWithEntropy = "D=2048,V=50257,fp8,temperature,outputs=loss+entropy";
 const Case kCases[] = {
     {"Nothing", kLarge, 4096},
@@ -420,6 +437,14 @@ const Case kCases[] = {
     {"FewClasses", "D=264,V=7,fp8", 300, 1.0},
     {"FewClassesNothing", "D=264,V=7,fp8", 300},
     {"Padded", "D=264,V=1000,padded_vocab_size=1024,fp8=e4m3,fp8_dlogits=e4m3", 300},
+    {"HiddenMajor", kLargeColumns, 4096},
+    {"HiddenMajorAll", kLargeColumns, 4096, 1.0},
+    {"HiddenMajorHalf", kLargeColumns, 4095, 0.5},
+    {"HiddenMajorAdded", "D=2048,V=151936,fp8,layout=hidden_major,grad_weight_mode=accumulate,grad_weight_dtype=fp32", 4096, 0.7},
+    {"HiddenMajorLittleScratch", kLargeColumns, 4096, 0.5, 4 << 20},
+    {"HiddenMajorRagged", kRaggedColumns, 333},
+    {"HiddenMajorRaggedPart", kRaggedColumns, 37, 0.6},
+    {"HiddenMajorFewClasses", "D=264,V=7,padded_vocab_size=8,fp8,layout=hidden_major", 300, 1.0},
 };
 using NamedCase = std::tuple<Gpu, Case>;
 std::string name_of(const testing::TestParamInfo<NamedCase>& info) {
@@ -433,6 +458,8 @@ constexpr const char* kShardWithEntropy =
 constexpr const char* kSmoothedShard =
     "D=520,V=2571,padded_vocab_size=2574,whole_vocab_size=9000,fp8,bias,class_weight,label_smoothing=0.1";
 constexpr const char* kRaggedShard = "D=520,V=2571,padded_vocab_size=2574,whole_vocab_size=9000,fp8,bias,grad_hidden_dtype=fp32";
+constexpr const char* kColumnsOfAShard =
+    "D=520,V=2571,padded_vocab_size=2576,whole_vocab_size=9000,fp8,layout=hidden_major,bias,class_weight,label_smoothing=0.1";
 const Case kShardCases[] = {
     {"Shard", kLargeShard, 4096},
     {"ShardAll", kLargeShard, 4096, 1.0},
@@ -450,6 +477,9 @@ const Case kShardCases[] = {
     {"NoneOfASmoothedShard", kSmoothedShard, 333, 0, 64 << 20, 0},
     {"RaggedShard", kRaggedShard, 333, 0, 64 << 20, 1537},
     {"RaggedShardAll", kRaggedShard, 333, 1.0, 64 << 20, 385},
+    {"HiddenMajorShard", kColumnsOfAShard, 333, 0.6, 64 << 20, 1537},
+    {"HiddenMajorShardAll", kColumnsOfAShard, 333, 1.0, 64 << 20, 1537},
+    {"NoneOfAHiddenMajorShard", kColumnsOfAShard, 333, 0, 64 << 20, 0},
     {"LentShard", kLargeShard, 4096, 0, 64 << 20, 70001, true},
     {"LentRaggedShard", kRaggedShard, 333, 0, 64 << 20, 1537, true},
     {"NoneOfARaggedShard", kRaggedShard, 333, 1.0, 64 << 20, 0},

@@ -72,7 +72,12 @@ INSTANTIATE_TEST_SUITE_P(
     testing::Combine(testing::Values(PlanPath::cuda_fp8, PlanPath::cuda_fp8_sm89),
                      testing::Values("", ",fp8_dlogits=e4m3", ",tied,temperature", ",bias,grad_weight_dtype=fp32", ",softcap=20",
                                      ",fp8_hidden_scale=0.04,fp8_weight_scale=0.003", ",label_smoothing=0.1",
-                                     ",label_smoothing=0.1,class_weight,bias,temperature,tied")),
+                                     ",label_smoothing=0.1,class_weight,bias,temperature,tied",
+                                     ",layout=hidden_major,padded_vocab_size=2576",
+                                     ",layout=hidden_major,padded_vocab_size=2576,bias,class_weight,label_smoothing=0.1",
+                                     ",layout=hidden_major,padded_vocab_size=2584,grad_weight_mode=accumulate,temperature",
+                                     ",layout=hidden_major,padded_vocab_size=2576,fp8_dlogits=e4m3,grad_weight_dtype=fp32,"
+                                     "grad_weight_mode=accumulate,label_smoothing=0.1,fp8_hidden_scale=0.04,fp8_weight_scale=0.003")),
     [](const auto& info) { return std::string(to_string(std::get<0>(info.param))) + "_" + std::to_string(info.index); });
 
 }  // namespace

@@ -83,6 +83,19 @@ TEST_P(ShardedFp8, OfManyClasses_WithinBounds) {
     expect_right(make_problem(spec(40, 2571), options(140, 512)), {1701, 870});
 }
 
+// Columns of a hidden_major weight: as many on every shard, of which the last one has fewer classes.
+TEST_P(ShardedFp8, OfAHiddenMajorWeight_WithinBounds) {
+    Spec whole = spec(64, 200);
+    whole.layout = WeightLayout::hidden_major;
+    whole.tied = false;
+    whole = whole.normalized();
+    for (const Rows& rows : {Rows{104, 104}, Rows{72, 72, 72, 72}}) {
+        const Problem problem = make_problem(whole, options(140, 516));
+        const auto of_shards = kernel_on(target(), shard_spec(whole, rows.front(), rows.front()));
+        EXPECT_TRUE(run_and_judge_shards(of_shards, problem, shards_of(200, rows)));
+    }
+}
+
 TEST_P(ShardedFp8, LabelsAtFault_AreOneFaultOnEveryShard) {
     const Rows rows{90, 110};
     ProblemOptions o = options(60, 513);

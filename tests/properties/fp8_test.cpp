@@ -80,6 +80,40 @@ const std::vector<OptionSet>& fp8_options() {
              s.outputs.entropy = false;
          }},
         {"entropy", [](Spec& s) { s.outputs.entropy = true; }},
+        {"hidden_major",
+         [](Spec& s) {
+             s.layout = WeightLayout::hidden_major;
+             s.vocab_size = 304;
+         }},
+        {"hidden_major_accumulate",
+         [](Spec& s) {
+             s.layout = WeightLayout::hidden_major;
+             s.vocab_size = 304;
+             s.grad_weight_mode = GradMode::accumulate;
+         }},
+        {"hidden_major_padded",
+         [](Spec& s) {
+             s.layout = WeightLayout::hidden_major;
+             s.bias = true;
+             apply_padding(s);
+         }},
+        {"hidden_major_smoothed",
+         [](Spec& s) {
+             apply_everything(s);
+             apply_padding(s);
+             s.softcap = 0;
+             s.outputs.entropy = s.tied = false;
+             s.layout = WeightLayout::hidden_major;
+         }},
+        {"hidden_major_accumulate_fp32",
+         [](Spec& s) {
+             s.layout = WeightLayout::hidden_major;
+             s.grad_weight_mode = GradMode::accumulate;
+             s.grad_weight_dtype = DType::fp32;
+             s.outputs.entropy = true;
+             give_scales(s, 5);
+             apply_padding(s);
+         }},
         {"everything_with_entropy",
          [](Spec& s) {
              apply_everything(s);
@@ -259,7 +293,7 @@ Spec random_fp8_spec(Draw& draw, std::uint64_t seed) {
     Spec s = random_spec(draw);
     s.weight_dtype.reset();
     s.weight_format = WeightFormat::numbers;
-    s.layout = WeightLayout::vocab_major;
+    if (s.layout == WeightLayout::hidden_major) s.padded_vocab_size = (s.padded_vocab_size + 7) / 8 * 8;  // GPUs' rows begin on 16 bytes
     s.teacher_top_k = 0;
     s.support = s.class_groups = false;
     s.hard_weight = 0;
@@ -298,7 +332,9 @@ TEST_P(RandomFp8Shards, AreWithinTheirBounds) {
         Draw draw(5000 + seed);
         Spec whole = random_fp8_spec(draw, seed);
         whole.padded_vocab_size = whole.vocab_size;
-        const auto rows = random_rows(draw, whole.vocab_size, false);
+        const bool hidden_major = whole.layout == WeightLayout::hidden_major;  // such shards have as many columns as the spec says
+        std::vector<std::int64_t> rows = random_rows(draw, whole.vocab_size, hidden_major);
+        if (hidden_major) std::ranges::fill(rows, (rows.front() + 7) / 8 * 8);
         const std::int64_t most = std::max<std::int64_t>(*std::ranges::max_element(rows), 1);
         Spec spec = shard_spec(whole, std::min(most, whole.vocab_size), most);
         if (draw.coin(0.3)) spec.grad_hidden_dtype = DType::fp32;

@@ -87,40 +87,25 @@ std::vector<Statement> target_dz_steps(const BackwardPassFp8& pass) {
 }
 
 /// Scales of the weight's rows whose logits are made again, and their largest number: of the retained ones rows_launch has it.
-Statement scales_launch(const BackwardPassFp8& pass) {
-    using Params = Fp8CodesParams;
+Statement scales_step(const BackwardPassFp8& pass) {
     const BackwardLayoutFp8& layout = pass.layout;
     const Expr& first = layout.retained.columns;
-    const Expr rows = pass.columns - first;
-    LaunchBuilder<Params> launch(pass.source.kernel(KernelRole::fp8_scales), warps_grid(rows));
-    launch.set(&Params::from, weight_row_at(pass.spec, first))
-        .set(&Params::scales, workspace_at(layout.class_scales) + first * 4)
-        .set(&Params::row_factors, workspace_at(layout.class_factors) + first * 4)
-        .set(&Params::largest, workspace_at(layout.largest))
-        .set(&Params::rows, rows);
-    if (has_fp8_scales(pass.spec)) launch.set(&Params::given_scale, slot(Slot::fp8_weight_scale));
-    return launch.build();
+    return scales_launch(pass.spec, pass.source,
+                         {.from = weight_row_at(pass.spec, first),
+                          .rows = pass.columns - first,
+                          .codes = 0,
+                          .scales = workspace_at(layout.class_scales) + first * 4,
+                          .given_scale = Slot::fp8_weight_scale,
+                          .largest = workspace_at(layout.largest),
+                          .factors = workspace_at(layout.class_factors) + first * 4});
 }
 
-/// Rows of a matrix, turned over to `codes`.
-LaunchBuilder<Fp8TurnParams> turn_launch(const BackwardPassFp8& pass, KernelRole kernel, const Expr& from, const Expr& rows,
-                                         const Expr& codes, const Expr& positions, const Expr& largest) {
-    using Params = Fp8TurnParams;
-    LaunchBuilder<Params> launch(pass.source.kernel(kernel), (pass.spec.hidden_size + kFp8Square - 1) / kFp8Square,
-                                 ceil_div(rows, kFp8Square));
-    launch.set(&Params::from, from)
-        .set(&Params::codes, codes)
-        .set(&Params::largest, largest)
-        .set(&Params::positions, positions)
-        .set(&Params::rows, rows);
-    return launch;
-}
-
-/// A product of codes, and its result's matrix.
+/// A product of codes [a.rows, b.rows], and where its result lies.
 struct Product {
     MappedMatrix a;
     MappedMatrix b;
     Expr result;
+    Expr pitch;  ///< elements from one row of the result to the next
     std::int64_t element_bytes;
 };
 /// Fields of Fp8GradientOf that differ between the two gradients.
@@ -131,29 +116,37 @@ struct GradientFields {
     bool smooths = false;  ///< whether there are the fields of SmoothedFp8GradientOf
     Expr hidden_sum{0};
     Expr class_weight{0};
+    bool adds_by_threads = false;  ///< whether there are the fields of WithResult
 };
+
+template <class Params>
+Statement build_gradient(LaunchBuilder<Params> launch, const Product& product, const GradientFields& fields) {
+    if (!fields.adds_by_threads) return launch.build();
+    LaunchBuilder<WithResult<Params>> with_result(std::move(launch));
+    return with_result.set(&WithResult<Params>::result, product.result).build();
+}
 
 template <class Matrix>
 Statement gradient_launch_of(const BackwardPassFp8& pass, KernelRole kernel, const Product& product, const GradientFields& fields) {
     using Params = Fp8GradientOf<Matrix>;
-    const std::int64_t hidden = pass.spec.hidden_size;
     const GemmTile& tile = pass.gemms.gradient;
     const Expr& rows = product.a.rows;
-    LaunchBuilder<Params> launch(pass.source.kernel(kernel), grid_of(pass.gemms, pass.device, tile, rows, hidden));
+    const Expr& columns = product.b.rows;
+    LaunchBuilder<Params> launch(pass.source.kernel(kernel), grid_of(pass.gemms, pass.device, tile, rows, columns));
     set_matrix(launch, &Params::a_map, product.a, tile.block_m, 1);
     set_matrix(launch, &Params::b_map, product.b, tile.block_n / pass.gemms.cluster_blocks, 1);
-    set_matrix(launch, &Params::result_map, {product.result, hidden, rows, hidden}, 64, product.element_bytes);
+    set_matrix(launch, &Params::result_map, {product.result, columns, rows, product.pitch}, 64, product.element_bytes);
     launch.set(&Params::m, rows)
-        .set(&Params::n, hidden)
+        .set(&Params::n, columns)
         .set(&Params::k, product.a.columns)
         .set(&Params::row_factors, fields.row_factors)
         .set(&Params::largest, fields.largest)
         .set(&Params::adds, fields.adds);
-    if (!fields.smooths) return launch.build();
+    if (!fields.smooths) return build_gradient(std::move(launch), product, fields);
     using Smoothed = SmoothedFp8GradientOf<Matrix>;
     LaunchBuilder<Smoothed> smoothed(std::move(launch));
     smoothed.set(&Smoothed::hidden_sum, fields.hidden_sum).set(&Smoothed::class_weight, fields.class_weight);
-    return smoothed.build();
+    return build_gradient(std::move(smoothed), product, fields);
 }
 Statement gradient_launch(const BackwardPassFp8& pass, KernelRole kernel, const Product& product, const GradientFields& fields) {
     if (pass.gemms.maps) return gradient_launch_of<TensorMap>(pass, kernel, product, fields);
@@ -164,8 +157,8 @@ Statement gradient_launch(const BackwardPassFp8& pass, KernelRole kernel, const 
 Statement both_codes_launch(const BackwardPassFp8& pass, const Columns& of, const ChunkPlaces& places) {
     using Params = Fp8TurnParams;
     const Expr turned = select(present(Slot::grad_hidden), places.turned_weight, 0);
-    LaunchBuilder<Params> launch =
-        turn_launch(pass, KernelRole::fp8_both_codes, weight_row_at(pass.spec, of.first), of.count, turned, of.pitch, pass.weight_largest);
+    LaunchBuilder<Params> launch = turn_launch(pass.spec, pass.source, KernelRole::fp8_both_codes,
+                                               {weight_row_at(pass.spec, of.first), of.count, turned, of.pitch, pass.weight_largest});
     launch.set(&Params::row_codes, places.weight_codes).set(&Params::row_factors, workspace_at(pass.layout.class_factors) + of.first * 4);
     return launch.build();
 }
@@ -178,6 +171,7 @@ Statement hidden_step(const BackwardPassFp8& pass, const Columns& of, const Expr
                            {.a = {of.exponentials, positions, pass.tokens(), of.pitch},
                             .b = {turned_weight, positions, pass.spec.hidden_size, width},
                             .result = workspace_at(layout.sum),
+                            .pitch = pass.spec.hidden_size,
                             .element_bytes = 4},
                            {.row_factors = workspace_at(layout.factors), .largest = pass.weight_largest, .adds = less(0, of.first)});
 }
@@ -185,15 +179,20 @@ Statement hidden_step(const BackwardPassFp8& pass, const Columns& of, const Expr
 Expr class_weights_at(const Expr& column) { return advanced(slot(Slot::class_weight), column, 4); }
 
 Statement weight_step(const BackwardPassFp8& pass, const Columns& of) {
+    const Spec& spec = pass.spec;
     const Expr positions = token_positions();
-    const Product product{.a = {of.turned, positions, of.count, positions},
-                          .b = {workspace_at(pass.layout.hidden_turned), positions, pass.spec.hidden_size, positions},
-                          .result = slot(Slot::grad_weight) + of.first * (pass.spec.hidden_size * pass.grad_element_bytes),
-                          .element_bytes = pass.grad_element_bytes};
+    const bool hidden_major = is_hidden_major(spec);
+    Product product{.a = {of.turned, positions, of.count, positions},
+                    .b = {workspace_at(pass.layout.hidden_turned), positions, spec.hidden_size, positions},
+                    .result = slot(Slot::grad_weight) + of.first * ((hidden_major ? 1 : spec.hidden_size) * pass.grad_element_bytes),
+                    .pitch = hidden_major ? spec.padded_vocab_size : spec.hidden_size,
+                    .element_bytes = pass.grad_element_bytes};
+    if (hidden_major) std::swap(product.a, product.b);
     GradientFields fields{.row_factors = 0,
                           .largest = pass.hidden_largest,
-                          .adds = pass.spec.grad_weight_mode == GradMode::accumulate ? 1 : 0,
+                          .adds = spec.grad_weight_mode == GradMode::accumulate ? 1 : 0,
                           .smooths = pass.smooths};
+    fields.adds_by_threads = adds_by_threads(pass.gemms, spec);
     if (pass.smooths) {
         fields.hidden_sum = pass.smoothing.hidden_sum;
         fields.class_weight = class_weights_at(of.first);
@@ -225,8 +224,9 @@ std::vector<Statement> unless_left(const BackwardPassFp8& pass, std::vector<Stat
 
 /// hidden turned over, which grad_weight reads.
 Statement turn_hidden_step(const BackwardPassFp8& pass) {
-    LaunchBuilder<Fp8TurnParams> turn = turn_launch(pass, KernelRole::fp8_turn_hidden, slot(Slot::hidden), pass.tokens(),
-                                                    workspace_at(pass.layout.hidden_turned), token_positions(), pass.hidden_largest);
+    LaunchBuilder<Fp8TurnParams> turn =
+        turn_launch(pass.spec, pass.source, KernelRole::fp8_turn_hidden,
+                    {slot(Slot::hidden), pass.tokens(), workspace_at(pass.layout.hidden_turned), token_positions(), pass.hidden_largest});
     turn.set(&Fp8TurnParams::factors, workspace_at(pass.layout.factors));
     return {If{present(Slot::grad_weight), {turn.build()}}};
 }
@@ -248,8 +248,9 @@ Statement retained_steps(const BackwardPassFp8& pass) {
     const Expr first = variable(kChunkLoop) * layout.kept.width;
     const Columns chunk{first, min(retained.columns - first, layout.kept.width), exponentials + first, retained.pitch, 0};
     const Expr& turned_weight = layout.kept_places.turned_weight;
-    LaunchBuilder<Fp8TurnParams> turn = turn_launch(pass, KernelRole::fp8_turn_weight, weight_row_at(pass.spec, first), chunk.count,
-                                                    turned_weight, layout.kept.width, pass.weight_largest);
+    LaunchBuilder<Fp8TurnParams> turn =
+        turn_launch(pass.spec, pass.source, KernelRole::fp8_turn_weight,
+                    {weight_row_at(pass.spec, first), chunk.count, turned_weight, layout.kept.width, pass.weight_largest});
     Statement hidden{Loop{kChunkLoop, layout.kept.count, {turn.build(), hidden_step(pass, chunk, turned_weight, layout.kept.width)}}};
     // grad_hidden first: what it reads, exponentials or the weight turned over, may lie where grad_weight will.
     std::vector<Statement> steps = {{If{present(Slot::grad_hidden), {std::move(hidden)}}}};
@@ -345,7 +346,7 @@ std::vector<Statement> gradient_steps(const BackwardPassFp8& pass) {
     std::ranges::move(unless_left(pass, {turn_hidden_step(pass)}), std::back_inserter(steps));
     steps.push_back(retained_steps(pass));
     const Statement codes = hidden_codes_launch(pass.spec, pass.source, workspace_at(layout.hidden_codes), workspace_at(layout.row_scales));
-    steps.push_back({If{less(layout.retained.columns, pass.columns), {scales_launch(pass), codes}}});
+    steps.push_back({If{less(layout.retained.columns, pass.columns), {scales_step(pass), codes}}});
     for (std::size_t i = 0; i < layout.again.size(); ++i) steps.push_back(chunks_loop(pass, layout.again[i], layout.again_places[i]));
     std::ranges::move(target_dz_steps(pass), std::back_inserter(steps));
     steps.push_back(finish_step(pass));

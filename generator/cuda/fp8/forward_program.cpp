@@ -50,10 +50,13 @@ std::vector<Statement> logits_steps(const ForwardPassFp8& pass, LogitsAt at, con
                         .scales = at.column_scales,
                         .given_scale = Slot::fp8_weight_scale,
                         .largest = weight_largest,
-                        .unless = at.unless};
+                        .unless = at.unless,
+                        .factors = workspace_at(layout.column_factors)};
     LaunchBuilder<ForwardParams> launch =
         forward_launch(pass, KernelRole::forward, logits_grid(pass.gemms, pass.spec, pass.device, at.columns), 1);
-    return {codes_launch(pass.spec, pass.source, codes), logits_launch(pass.gemms, pass.spec, std::move(launch), at)};
+    std::vector<Statement> steps = weight_codes_steps(pass.spec, pass.source, codes);
+    steps.push_back(logits_launch(pass.gemms, pass.spec, std::move(launch), at));
+    return steps;
 }
 
 Statement powers_launch(const ForwardPassFp8& pass, const Expr& columns) {

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "flce/error.hpp"
+#include "generator/cuda/fp8/layout.hpp"
 
 namespace flce::fp8 {
 namespace {
@@ -63,7 +64,18 @@ std::string tile_type(const Gemms& gemms, const GemmTile& t) {
                        t.schedule == TileSchedule::by_turns);
 }
 
+/// Type of a GEMM's parameters.
+std::string params_of(const Gemms& gemms, const Spec& spec, const GemmNames& names) {
+    if (names.kernel != KernelRole::grad_weight) return names.params;
+    const std::string params = std::string(spec.label_smoothing > 0 ? "Smoothed" : "") + names.params;
+    return adds_by_threads(gemms, spec) ? fmt::format("WithResult<flce::{}>", params) : params;
+}
+
 }  // namespace
+
+bool adds_by_threads(const Gemms& gemms, const Spec& spec) {
+    return gemms.maps && is_hidden_major(spec) && spec.grad_weight_mode == GradMode::accumulate;
+}
 
 const Gemms& gemms_of(PlanPath path) {
     if (path != PlanPath::cuda_fp8 && path != PlanPath::cuda_fp8_sm89) throw InternalError("gemms_of: a path without products in 8 bits");
@@ -105,9 +117,8 @@ CudaSource source(const Spec& spec, const Device& device, const Plan& plan) {
     // Launches overlap on sm_90 and newer: the other path has one text for all of its architectures.
     KernelWriter writer(spec, device, plan, {.header = gemms.header, .overlaps = gemms.maps, .tells_falls = false});
     for (const GemmNames& names : gemms.maps ? kHopperNames : kMmaNames) {
-        const bool smooths = names.kernel == KernelRole::grad_weight && spec.label_smoothing > 0;
         writer.gemm({.role = names.kernel,
-                     .params = std::string(smooths ? "Smoothed" : "") + names.params,
+                     .params = params_of(gemms, spec, names),
                      .function = names.function,
                      .stated = names.stated,
                      .tile = tile_type(gemms, tile_of(gemms, spec, names.role)),
@@ -128,6 +139,7 @@ CudaSource source(const Spec& spec, const Device& device, const Plan& plan) {
     writer.rows(KernelRole::fp8_finish, "Fp8FinishParams");
     writer.rows(KernelRole::fp8_order, "Fp8OrderParams");
     writer.rows(KernelRole::fp8_target_rows, "Fp8TargetRowsParams");
+    if (zeroes_columns(spec)) writer.rows(KernelRole::zero_columns, "ZeroColumnsParams");
     if (spec.bias) writer.rows(KernelRole::fp8_bias, "Fp8BiasParams");
     if (spec.label_smoothing > 0) {
         writer.rows(KernelRole::smoothing_sums, "SmoothingSumsParams");

@@ -28,6 +28,8 @@ struct Gemms {
 /// Columns of a partial sum of exponentials.
 [[nodiscard]] int sum_columns(const Gemms& gemms, const Spec& spec);
 [[nodiscard]] bool is_logits(GemmRole role);
+/// Whether grad_weight's parameters are those of WithResult.
+[[nodiscard]] bool adds_by_threads(const Gemms& gemms, const Spec& spec);
 [[nodiscard]] KernelBlock block(const Gemms& gemms, const Spec& spec, GemmRole role);
 
 /// Blocks of a grid that has a tile's worth of work for `m` × `n` results: at most as many as the device runs at once.

@@ -40,8 +40,10 @@ Expr whole_quanta(const Expr& columns) { return max(round_down(columns, kFp8Quan
 
 /// Columns of a chunk, of at most `most`, that make whole waves of grad_weight's tiles where there is one.
 Expr whole_waves(const Spec& spec, const Device& device, const Gemms& gemms, const Expr& most) {
-    const std::int64_t rows = std::int64_t{gemms.cluster_blocks} * gemms.gradient.block_m;
-    const std::int64_t across = (spec.hidden_size + gemms.gradient.block_n - 1) / gemms.gradient.block_n;
+    std::int64_t rows = std::int64_t{gemms.cluster_blocks} * gemms.gradient.block_m;
+    std::int64_t of_hidden = gemms.gradient.block_n;
+    if (is_hidden_major(spec)) std::swap(rows, of_hidden);
+    const std::int64_t across = (spec.hidden_size + of_hidden - 1) / of_hidden;
     const std::int64_t clusters = device.gpu.sm_count / gemms.cluster_blocks;
     const Expr waves = floor_div(floor_div(most, rows) * across, clusters);
     const Expr width = floor_div(waves * clusters, across) * rows;
@@ -63,6 +65,8 @@ ChunkPlaces chunk_places(const Spec& spec, const Expr& begin, const Expr& width)
 }
 
 }  // namespace
+
+bool is_hidden_major(const Spec& spec) { return spec.layout == WeightLayout::hidden_major; }
 
 std::int64_t code_pitch(const Spec& spec) { return multiple_above(spec.hidden_size, 16); }
 
@@ -91,7 +95,7 @@ RetainedFp8 retained_layout(const Spec& spec, const Plan& plan) {
     const std::int64_t row_bytes = grad_row_bytes(spec);
     // A lent gradient's rows are written where exponentials by rows were, and before those by columns.
     const Expr of_lent = max(max(n, 1), row_bytes) + token_positions();
-    if (spec.grad_weight_mode == GradMode::write) {
+    if (spec.grad_weight_mode == GradMode::write && !is_hidden_major(spec)) {
         const Expr gradient = columns * row_bytes;
         r.lendable = select(less(0, n) && less(0, columns_in(gradient, of_lent)), gradient, 0);
         r.lent = slot(Slot::retained_in_grad_weight) && less(0, bytes);
@@ -122,14 +126,15 @@ ForwardLayoutFp8 forward_layout(const Spec& spec, const Plan& plan) {
     f.again = pieces.take(ceil_div(n, kFp8ClusterRows) * 4);
     f.row_scales = pieces.take(n * 4);
     f.hidden_codes = pieces.take(n * code_pitch(spec));
-    // A column takes its codes, its scale, and its part of a tile's sums.
+    // A column takes its codes, its scale (and factor), and its part of a tile's sums.
     const std::int64_t tile = sum_columns(gemms_of(plan.path), spec);
-    const std::int64_t codes = code_pitch(spec) + 4;
+    const std::int64_t codes = code_pitch(spec) + (is_hidden_major(spec) ? 8 : 4);
     const Expr most = floor_div((plan.scratch_bytes - reserve_bytes(spec)) * tile, codes * tile + f.partial_rows * sums_bytes(spec));
     f.cut = cut_columns(0, spec.vocab_size, whole_quanta(most));
     // A shard with fewer classes has fewer stretches, of the same width.
     if (is_shard(spec)) f.cut = cut_chunks(0, vocab_columns(spec), f.cut.width);
     f.column_scales = pieces.take(f.cut.width * 4);
+    if (is_hidden_major(spec)) f.column_factors = pieces.take(f.cut.width * 4);
     f.weight_codes = pieces.take(f.cut.width * code_pitch(spec));
     f.partials = pieces.take(floor_div(f.cut.width, tile) * f.partial_rows * sums_bytes(spec));
     f.total = pieces.end();
@@ -143,7 +148,7 @@ Expr has_free_gradient(const Spec& spec) { return spec.grad_weight_mode == GradM
 
 /// Chunks of the columns behind the retained ones: wide ones, at the end of grad_weight's memory while the rows there are not written, and
 /// the rest in scratch. Costs of a chunk beside its products do not depend on its width, so each is as wide as the memory behind its own
-/// rows allows, whatever the plan's chunk, which is a limit in scratch.
+/// rows allows, whatever the plan's chunk, which is a limit in scratch. A hidden_major gradient has no rows behind others, nor such chunks.
 void place_again(const Spec& spec, const Device& device, const Plan& plan, const Expr& scratch, BackwardLayoutFp8& b) {
     constexpr int kWide = 7;  // the last of them is a sixth of the first where each takes a quarter
     constexpr std::int64_t kAlignments = 8 * kWorkspaceAlignment;
@@ -153,7 +158,7 @@ void place_again(const Spec& spec, const Device& device, const Plan& plan, const
     const Expr fitting = whole_quanta(floor_div(plan.scratch_bytes - backward_reserve_bytes(spec), again_bytes(spec)));
     const Expr in_scratch = whole_waves(spec, device, gemms_of(plan.path), min(fitting, whole_quanta(plan.vocab_chunk)));
     Expr rest = b.retained.columns;
-    for (int i = 0; i < (spec.grad_weight_mode == GradMode::write ? kWide : 0); ++i) {
+    for (int i = 0; i < (spec.grad_weight_mode == GradMode::write && !is_hidden_major(spec) ? kWide : 0); ++i) {
         const Expr bytes = max(all_bytes - kAlignments - rest * row_bytes, 0);
         const Expr width = whole_waves(spec, device, gemms_of(plan.path), whole_quanta(floor_div(bytes, again_bytes(spec) + row_bytes)));
         const Expr begin = all_bytes - kAlignments - width * again_bytes(spec);

@@ -5,6 +5,8 @@
 
 namespace flce::fp8 {
 
+[[nodiscard]] bool is_hidden_major(const Spec& spec);
+
 /// Bytes from one row of codes to the next.
 [[nodiscard]] std::int64_t code_pitch(const Spec& spec);
 /// Positions of all tokens in a turned copy.
@@ -28,7 +30,7 @@ struct RetainedFp8 {
     Expr exponentials{0};  ///< [N, pitch]
     Expr turned{0};        ///< [columns, token_positions]
     Expr most{0};          ///< most bytes that there is a use for
-    Expr lendable{0};      ///< bytes of grad_weight that may be lent; 0 where its memory will not do
+    Expr lendable{0};      ///< bytes of grad_weight that may be lent; 0 where its memory will not do, as that of a hidden_major one
     Expr lent{0};          ///< whether the memory is grad_weight's
 };
 [[nodiscard]] RetainedFp8 retained_layout(const Spec& spec, const Plan& plan);
@@ -43,7 +45,8 @@ struct ForwardLayoutFp8 : ForwardLayout {
     Expr row_scales{0};    ///< [N]
     Expr hidden_codes{0};  ///< [N, code_pitch]
     Expr column_scales{0};
-    Expr weight_codes{0};  ///< [stretch, code_pitch]
+    Expr column_factors{0};  ///< [stretch], of a hidden_major weight
+    Expr weight_codes{0};    ///< [stretch, code_pitch]
 };
 [[nodiscard]] ForwardLayoutFp8 forward_layout(const Spec& spec, const Plan& plan);
 

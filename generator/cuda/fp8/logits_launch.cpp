@@ -1,6 +1,7 @@
 #include "generator/cuda/fp8/logits_launch.hpp"
 
 #include <utility>
+#include <vector>
 
 namespace flce::fp8 {
 namespace {
@@ -24,10 +25,42 @@ LaunchBuilder<Fp8CodesParams> codes_of(const Spec& spec, const CudaSource& sourc
 Expr warps_grid(const Expr& rows) { return ceil_div(rows, kRowThreads / 32); }
 
 Expr weight_row_at(const Spec& spec, const Expr& row) {
-    return slot(Slot::weight) + row * (spec.hidden_size * static_cast<std::int64_t>(element_bytes(spec.dtype)));
+    const auto element = static_cast<std::int64_t>(element_bytes(spec.dtype));
+    return slot(Slot::weight) + row * (is_hidden_major(spec) ? element : spec.hidden_size * element);
 }
 
-Statement codes_launch(const Spec& spec, const CudaSource& source, const CodesAt& at) { return codes_of(spec, source, at).build(); }
+Statement scales_launch(const Spec& spec, const CudaSource& source, const CodesAt& at) {
+    using Params = Fp8CodesParams;
+    const Expr blocks = is_hidden_major(spec) ? ceil_div(at.rows, kFp8Square) : warps_grid(at.rows);
+    LaunchBuilder<Params> launch(source.kernel(KernelRole::fp8_scales), blocks);
+    launch.set(&Params::from, at.from)
+        .set(&Params::scales, at.scales)
+        .set(&Params::row_factors, at.factors)
+        .set(&Params::largest, at.largest)
+        .set(&Params::unless, at.unless)
+        .set(&Params::rows, at.rows);
+    if (has_fp8_scales(spec)) launch.set(&Params::given_scale, slot(at.given_scale));
+    return launch.build();
+}
+
+LaunchBuilder<Fp8TurnParams> turn_launch(const Spec& spec, const CudaSource& source, KernelRole kernel, const TurnAt& at) {
+    using Params = Fp8TurnParams;
+    LaunchBuilder<Params> launch(source.kernel(kernel), (spec.hidden_size + kFp8Square - 1) / kFp8Square, ceil_div(at.rows, kFp8Square));
+    launch.set(&Params::from, at.from)
+        .set(&Params::codes, at.codes)
+        .set(&Params::largest, at.largest)
+        .set(&Params::positions, at.positions)
+        .set(&Params::rows, at.rows);
+    return launch;
+}
+
+std::vector<Statement> weight_codes_steps(const Spec& spec, const CudaSource& source, const CodesAt& at) {
+    if (!is_hidden_major(spec)) return {codes_of(spec, source, at).build()};
+    using Params = Fp8TurnParams;
+    LaunchBuilder<Params> codes = turn_launch(spec, source, KernelRole::fp8_both_codes, {at.from, at.rows, 0, 0, 0});
+    codes.set(&Params::row_codes, at.codes).set(&Params::row_factors, at.factors).set(&Params::unless, at.unless);
+    return {scales_launch(spec, source, at), codes.build()};
+}
 
 Statement hidden_codes_launch(const Spec& spec, const CudaSource& source, const Expr& codes, const Expr& scales) {
     using Params = Fp8CodesParams;

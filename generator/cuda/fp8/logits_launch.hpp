@@ -1,6 +1,8 @@
 // Launches that both passes have: codes of rows, and logits from codes.
 #pragma once
 
+#include <vector>
+
 #include "generator/cuda/common/launch_builder.hpp"
 #include "generator/cuda/fp8/path.hpp"
 #include "templates/fp8/params.cuh"
@@ -16,12 +18,26 @@ struct CodesAt {
     Slot given_scale;  ///< the operand's, where the spec has scales
     Expr largest{0};   ///< Fp8CodesParams', and so is `unless`
     Expr unless{0};
+    Expr factors{0};  ///< row_factors of Fp8CodesParams, where scales come before codes
 };
-[[nodiscard]] Statement codes_launch(const Spec& spec, const CudaSource& source, const CodesAt& at);
+/// Codes of the weight's rows. Columns of a hidden_major one take two steps.
+[[nodiscard]] std::vector<Statement> weight_codes_steps(const Spec& spec, const CudaSource& source, const CodesAt& at);
+/// Scales of the weight's rows without their codes.
+[[nodiscard]] Statement scales_launch(const Spec& spec, const CudaSource& source, const CodesAt& at);
 /// Codes of hidden: zeros for ignored tokens.
 [[nodiscard]] Statement hidden_codes_launch(const Spec& spec, const CudaSource& source, const Expr& codes, const Expr& scales);
-/// Address of the weight's row `row`.
+/// Address of the weight's row `row`, a column of a hidden_major one.
 [[nodiscard]] Expr weight_row_at(const Spec& spec, const Expr& row);
+
+/// Rows of a matrix, turned over to `codes`.
+struct TurnAt {
+    Expr from;
+    Expr rows;
+    Expr codes;
+    Expr positions;
+    Expr largest;
+};
+[[nodiscard]] LaunchBuilder<Fp8TurnParams> turn_launch(const Spec& spec, const CudaSource& source, KernelRole kernel, const TurnAt& at);
 
 /// Columns of a launch of logits, and addresses of what it reads and writes.
 struct LogitsAt {

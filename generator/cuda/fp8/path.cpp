@@ -43,6 +43,9 @@ Reason problem(const Spec& spec, const Device& device, Strategy strategy) {
     if (spec.outputs.log_sum_sq_probs || spec.outputs.top1) return refused("outputs", "adds up nothing but lse and the entropy");
     if (spec.softcap != 0.0 && spec.class_offset) return refused("class_offset", "tells a softcap's slope by the logit alone");
     if (spec.offset_gradient) return refused("offset_gradient", "differentiates the whole logit");
+    if (is_hidden_major(spec) && spec.padded_vocab_size % 8 != 0) {  // rows have to start on 16 bytes
+        return refused(fmt::format("layout=hidden_major with rows of {}", spec.padded_vocab_size), "needs rows of a multiple of 8");
+    }
     if (strategy == Strategy::retain && spec.fp8_dlogits == Fp8Dlogits::e4m3) {
         return std::string("retain: exponentials in e4m3 have no room for a largest one that is not known yet");
     }
@@ -90,15 +93,15 @@ TileRate mma_tile_rate(const Spec& /*spec*/, const Device& /*device*/, GemmRole 
     return {.blocks_per_sm = 1, .efficiency = 1.0, .epilogue_depth = is_logits(role) ? 240.0 : 120.0};
 }
 
-/// Reading the weight and writing its codes.
-Cost codes_cost(const Spec& spec, const Device& device) {
-    const double bytes = 3.0 * static_cast<double>(spec.vocab_size) * static_cast<double>(spec.hidden_size);
+/// Reading the weight, `times` times, and writing its codes.
+Cost codes_cost(const Spec& spec, const Device& device, int times) {
+    const double bytes = (1.0 + 2.0 * times) * static_cast<double>(spec.vocab_size) * static_cast<double>(spec.hidden_size);
     return {.bytes = bytes, .seconds = bytes / device.gpu.bandwidth_bytes_per_s};
 }
 
 Cost forward_cost(const Spec& spec, const Device& device, const Plan& plan, double num_tokens, double retained) {
     Cost cost = gpu_forward_cost(spec, device, plan, num_tokens, retained);
-    const Cost codes = codes_cost(spec, device);
+    const Cost codes = codes_cost(spec, device, is_hidden_major(spec) ? 2 : 1);
     cost.bytes += codes.bytes;
     cost.seconds += codes.seconds;
     return cost;
@@ -107,7 +110,7 @@ Cost forward_cost(const Spec& spec, const Device& device, const Plan& plan, doub
 Cost backward_cost(const Spec& spec, const Device& device, const Plan& plan, double num_tokens, double retained) {
     const Cost again = chunked_backward_cost(spec, device, plan, num_tokens);
     Cost cost = retained == 0 ? again : mixed(again, RetainedGemms(spec, device, plan, num_tokens, retained).cost(), retained);
-    cost.seconds += codes_cost(spec, device).seconds;
+    cost.seconds += codes_cost(spec, device, 1).seconds;
     return cost;
 }
 

@@ -107,7 +107,7 @@ struct Spec {
                     ///< token, without a gradient; of equal logits the smaller class comes first. 0: none
     Fp8Operands fp8 = Fp8Operands::none;        ///< operands of all three products are rounded to 8 bits: the logits' to this format, the
                                                 ///< gradients' to fp8_dlogits and e4m3. Not together with a weight in another form than the
-                                                ///< dtype, hidden_major, a teacher, and options that refuse it by name
+                                                ///< dtype, a teacher, and options that refuse it by name
     Fp8Dlogits fp8_dlogits = Fp8Dlogits::e5m2;  ///< with fp8: e5m2 has the range of far tails, e4m3 one more bit
     double fp8_hidden_scale = 0.0;  ///< with fp8, 2^-100 to 2^100: number that one code of hidden stands for in the logits, in all rows.
                                     ///< Numbers beyond the format's largest code become that code. 0: a row's scale follows from its
