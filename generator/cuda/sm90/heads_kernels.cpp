@@ -38,6 +38,17 @@ Expr block_clusters(const Spec& spec, const Device& device, const Expr& row_clus
     return max(ceil_div(row_clusters, max(ceil_div(row_clusters, most), 1)), 1);
 }
 
+/// Whether a launch makes gradients beside its products: where these are short, the epilogues take all that schedulers have.
+bool has_time_beside(const Spec& spec) { return spec.hidden_size + spec.teacher_hidden_size >= 3072; }
+
+/// block_clusters of a launch that leaves gradients of all blocks but the last: there is more than one, unless rows are few.
+Expr block_clusters(const Spec& spec, const Device& device, const Expr& row_clusters, const HeadsLaunch& launch) {
+    constexpr std::int64_t kLeast = 4;  // clusters of rows that the weight is worth reading for
+    const Expr most = block_clusters(spec, device, row_clusters);
+    if (!has_time_beside(spec)) return most;
+    return select(launch.leaves_gradients, min(most, max(ceil_div(row_clusters, 2), kLeast)), most);
+}
+
 Expr strips_of(const Spec& spec, const Device& device, const HeadsLaunch& launch) {
     const Expr row_clusters = max(ceil_div(launch.rows, kClusterRows), 1);
     const Expr tiles = ceil_div(vocab_columns(spec) - launch.first_column, std::int64_t{kTile.block_n});
@@ -83,7 +94,8 @@ Expr heads_splits(const Spec& spec, const Device& device, const HeadsLaunch& lau
 
 Expr heads_gradient_rows(const Spec& spec, const Device& device, const Expr& rows, const HeadsLaunch& launch) {
     const Expr row_clusters = ceil_div(rows, kClusterRows);
-    const Expr block = block_clusters(spec, device, row_clusters);
+    if (!has_time_beside(spec)) return 0;
+    const Expr block = block_clusters(spec, device, row_clusters, launch);
     return select(launch.leaves_gradients, floor_div(max(row_clusters - 1, 0), block) * block * kClusterRows, 0);
 }
 
@@ -110,7 +122,7 @@ std::vector<Statement> heads_steps(const ForwardPass& pass, const Device& device
         .set(&Params::first_column, of.first_column)
         .set(&Params::jobs, &HeadsJobs::strips, strips_of(spec, device, of))
         .set(&Params::jobs, &HeadsJobs::pairs, -1)
-        .set(&Params::jobs, &HeadsJobs::block_clusters, block_clusters(spec, device, ceil_div(rows.count, kClusterRows)))
+        .set(&Params::jobs, &HeadsJobs::block_clusters, block_clusters(spec, device, ceil_div(rows.count, kClusterRows), of))
         .set(&Params::done, of.tickets + static_cast<std::int64_t>(sizeof(Tickets)))
         .set(&Params::gradient_rows, heads_gradient_rows(spec, device, rows.count, of))
         .set(&Params::gradient_warps, clusters_of(device) * sm90::kClusterBlocks * kHeadsWarpsBeside);
