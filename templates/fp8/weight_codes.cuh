@@ -119,8 +119,8 @@ struct TurnedColumns {
     const Fp8TurnParams& p;
     int lane = static_cast<int>(threadIdx.x) % 32;
     int warp = static_cast<int>(threadIdx.x) / 32;
-    int class0 = static_cast<int>(blockIdx.y) * kFp8Square;
-    int d0 = static_cast<int>(blockIdx.x) * kFp8Square;
+    int class0 = static_cast<int>(blockIdx.x) * kFp8Square;
+    int d0 = static_cast<int>(blockIdx.y) * kFp8Square;
     float factor;       // factor of codes turned over
     float of_codes[4];  // factors by which the classes' numbers become codes as they lie, or 0
     unsigned in[kRows][2];

@@ -45,7 +45,11 @@ Statement scales_launch(const Spec& spec, const CudaSource& source, const CodesA
 
 LaunchBuilder<Fp8TurnParams> turn_launch(const Spec& spec, const CudaSource& source, KernelRole kernel, const TurnAt& at) {
     using Params = Fp8TurnParams;
-    LaunchBuilder<Params> launch(source.kernel(kernel), (spec.hidden_size + kFp8Square - 1) / kFp8Square, ceil_div(at.rows, kFp8Square));
+    Expr across = (spec.hidden_size + kFp8Square - 1) / kFp8Square;
+    Expr down = ceil_div(at.rows, kFp8Square);
+    // Blocks that run side by side have neighbours in memory.
+    if (is_hidden_major(spec) && kernel != KernelRole::fp8_turn_hidden) std::swap(across, down);
+    LaunchBuilder<Params> launch(source.kernel(kernel), across, down);
     launch.set(&Params::from, at.from)
         .set(&Params::codes, at.codes)
         .set(&Params::largest, at.largest)
