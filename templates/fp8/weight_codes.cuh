@@ -108,8 +108,9 @@ private:
 };
 
 /// Squares of a hidden_major weight, as fp8_turn has those of rows. A warp has rows of D, and a lane the classes at four positions that
-/// follow each other: two pairs of neighbours. Codes turned over lie as the weight does; those of classes go through the square.
-template <class Problem, bool kBoth>
+/// follow each other: two pairs of neighbours. Codes turned over lie as the weight does; those of classes go through the square. kWhole:
+/// all of the square is there, as it is in most blocks, whose loads then have nothing between them.
+template <class Problem, bool kBoth, bool kWhole>
 struct TurnedColumns {
     enum : int { kWarps = kRowThreads / 32 };
     enum : int { kRows = kFp8Square / kWarps };
@@ -134,7 +135,7 @@ struct TurnedColumns {
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
             const int d = d0 + warp * kRows + i;
-            const Bf16* const row = from + (d < Problem::hidden_size ? d : 0) * +Problem::padded_vocab_size;
+            const Bf16* const row = from + (has(d) ? d : 0) * +Problem::padded_vocab_size;
 #pragma unroll
             for (int pair = 0; pair < 2; ++pair) {
                 in[i][pair] = __ldg(reinterpret_cast<const unsigned*>(row + (exists(2 * pair) ? class_of(2 * pair) : 0)));
@@ -142,7 +143,8 @@ struct TurnedColumns {
         }
     }
     __device__ __forceinline__ int class_of(int e) const { return class_at(class0 + lane * 4 + e); }
-    __device__ __forceinline__ bool exists(int e) const { return class_of(e) < p.rows; }
+    __device__ __forceinline__ bool exists(int e) const { return kWhole || class_of(e) < p.rows; }
+    __device__ __forceinline__ bool has(int d) const { return kWhole || d < Problem::hidden_size; }
 
     /// Four rows from `first` on of this warp's: stores them as they lie, and gives the classes' codes to the square.
     __device__ __forceinline__ void make(int first, Square& square) const {
@@ -151,13 +153,13 @@ struct TurnedColumns {
 #pragma unroll
         for (int r = 0; r < 4; ++r) {
             const int d = d0 + warp * kRows + first + r;
-            const bool there = d < Problem::hidden_size;
+            const bool there = has(d);
             const unsigned words[2] = {in[first + r][0], in[first + r][1]};
             float x[4] = {N::first(words[0]), N::second(words[0]), N::first(words[1]), N::second(words[1])};
 #pragma unroll
             for (int e = 0; e < 4; ++e) x[e] = there && exists(e) ? x[e] : 0.f;
             const int position = class0 + lane * 4;
-            if (p.codes != nullptr && there && position < p.positions) {
+            if ((!kBoth || p.codes != nullptr) && there && (kWhole || position < p.positions)) {
                 *reinterpret_cast<unsigned*>(p.codes + d * p.positions + position) =
                     pack_fp8<false>(x[0] * factor, x[1] * factor, x[2] * factor, x[3] * factor);
             }
@@ -184,17 +186,27 @@ struct TurnedColumns {
     }
 };
 
-template <class Problem, bool kBoth>
-__device__ __forceinline__ void turn_columns(const Fp8TurnParams& p) {
-    using Columns = TurnedColumns<Problem, kBoth>;
-    __shared__ typename Columns::Square square;
-    if (p.unless != nullptr && *p.unless == 0u) return;
+template <class Problem, bool kBoth, bool kWhole>
+__device__ __forceinline__ void turn_square(const Fp8TurnParams& p, unsigned (&square)[kFp8Square][kFp8Square / 4 + 1]) {
+    using Columns = TurnedColumns<Problem, kBoth, kWhole>;
     const Columns columns(p);
 #pragma unroll
     for (int first = 0; first < Columns::kRows; first += 4) columns.make(first, square);
     if constexpr (kBoth) {
         __syncthreads();  // the square is complete
         columns.store_rows(square);
+    }
+}
+template <class Problem, bool kBoth>
+__device__ __forceinline__ void turn_columns(const Fp8TurnParams& p) {
+    __shared__ unsigned square[kFp8Square][kFp8Square / 4 + 1];
+    if (p.unless != nullptr && *p.unless == 0u) return;
+    const bool whole = static_cast<int>(blockIdx.x + 1) * kFp8Square <= p.rows;
+    const bool deep = static_cast<int>(blockIdx.y + 1) * kFp8Square <= Problem::hidden_size;
+    if (!kBoth && whole && deep) {
+        turn_square<Problem, kBoth, true>(p, square);
+    } else {
+        turn_square<Problem, kBoth, false>(p, square);
     }
 }
 
