@@ -128,8 +128,6 @@ struct TurnedColumns {
 
     __device__ __forceinline__ explicit TurnedColumns(const Fp8TurnParams& params) : p(params) {
         factor = p.codes != nullptr ? fp8_factor(*p.largest) : 0.f;
-#pragma unroll
-        for (int e = 0; e < 4; ++e) of_codes[e] = kBoth && exists(e) ? p.row_factors[class_of(e)] : 0.f;
         // There is always something to read; what does not exist does not count.
         const Bf16* const from = static_cast<const Bf16*>(p.from);
 #pragma unroll
@@ -141,6 +139,8 @@ struct TurnedColumns {
                 in[i][pair] = __ldg(reinterpret_cast<const unsigned*>(row + (exists(2 * pair) ? class_of(2 * pair) : 0)));
             }
         }
+#pragma unroll
+        for (int e = 0; e < 4; ++e) of_codes[e] = kBoth && exists(e) ? p.row_factors[class_of(e)] : 0.f;
     }
     __device__ __forceinline__ int class_of(int e) const { return class_at(class0 + lane * 4 + e); }
     __device__ __forceinline__ bool exists(int e) const { return kWhole || class_of(e) < p.rows; }
@@ -203,7 +203,7 @@ __device__ __forceinline__ void turn_columns(const Fp8TurnParams& p) {
     if (p.unless != nullptr && *p.unless == 0u) return;
     const bool whole = static_cast<int>(blockIdx.x + 1) * kFp8Square <= p.rows;
     const bool deep = static_cast<int>(blockIdx.y + 1) * kFp8Square <= Problem::hidden_size;
-    if (!kBoth && whole && deep) {
+    if (whole && deep) {
         turn_square<Problem, kBoth, true>(p, square);
     } else {
         turn_square<Problem, kBoth, false>(p, square);
