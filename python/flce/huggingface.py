@@ -75,6 +75,11 @@ def return_hidden_states(model: Any) -> Any:
         FutureWarning,
         stacklevel=2,
     )
+    return prepare(model)
+
+
+def prepare(model: Any) -> Any:
+    """`return_hidden_states`, of which `flce.patch` makes its own forward."""
     inner = check_model(model)
     _head_tap.forget_unpickled(inner)
     if _head_tap.of(inner) is None:

@@ -6,6 +6,7 @@ import copy
 import functools
 import pickle
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,12 @@ def test_loss_and_gradients_of_the_model_itself(kind: str, more: str) -> None:
             name for name in outputs if name != "past_key_values"
         ]
         same(got, right)
+
+
+def test_nothing_is_said_to_be_deprecated() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        step(flce.patch(tiny_model()), **batch())
 
 
 def test_logits_where_somebody_asks() -> None:

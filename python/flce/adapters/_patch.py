@@ -15,7 +15,7 @@ from flce.adapters import _head_tap, _model_facts
 from flce.adapters._model_facts import has_encoder
 from flce.core import checks
 from flce.core._once import say_once
-from flce.huggingface import CausalLMLoss, causal_lm_of, check_labels_shape, check_model, return_hidden_states
+from flce.huggingface import CausalLMLoss, causal_lm_of, check_labels_shape, check_model, prepare
 from flce.loss import OF_TRAINING
 
 
@@ -179,7 +179,7 @@ def patch(model: Any, *, training_logits: bool = False, evaluation_logits: bool 
         )
     check_model(model)
     made = _Patch(inner, training_logits, evaluation_logits, options)  # before anything of the model is changed
-    return_hidden_states(model)
+    prepare(model)
     tap: Any = _head_tap.of(inner)
     tap.patch = made
     tap.kinds = ()
