@@ -48,10 +48,13 @@ ReferenceFp8<Real>::ReferenceFp8(const ReferenceProblem& problem, std::span<cons
     const auto d = static_cast<std::size_t>(spec_.hidden_size);
     hidden_.assign(hidden.begin(), hidden.end());
     for (std::size_t first = 0; first < hidden_.size(); first += d) to_logit_operand({hidden_.data() + first, d}, spec_.fp8_hidden_scale);
+    const bool by_rows = spec_.layout == WeightLayout::vocab_major;
+    const auto rows = static_cast<std::size_t>(by_rows ? spec_.vocab_size : spec_.hidden_size);
+    const auto pitch = static_cast<std::size_t>(by_rows ? spec_.hidden_size : spec_.padded_vocab_size);
     float largest = 0;
-    std::vector<float> row(d);
-    for (std::int64_t j = 0; j < spec_.vocab_size; ++j) {
-        to_real(problem.weight + static_cast<std::size_t>(j) * d * element_bytes(spec_.dtype), spec_.dtype, row.data(), d);
+    std::vector<float> row(by_rows ? d : static_cast<std::size_t>(spec_.vocab_size));
+    for (std::size_t i = 0; i < rows; ++i) {
+        to_real(problem.weight + i * pitch * element_bytes(spec_.dtype), spec_.dtype, row.data(), row.size());
         largest = std::max(largest, largest_finite(std::span<const float>(row)));
     }
     weight_power_ = fp8::e4m3_power(largest);

@@ -274,6 +274,7 @@ TEST(FlceCheck_Variants, Pass) {
         {"D=64,V=301,dtype=bf16,fp8=e4m3,fp8_dlogits=e4m3,bias,softcap=20,temperature,class_offset,tied,outputs=loss+lse+logprobs"},
         {"D=64,V=301,padded_vocab_size=320,dtype=fp32,fp8,class_weight,z_loss=0.001,logit_scale=-0.5", "--reduction", "none"},
         {"D=64,V=301,dtype=fp32,fp8=e4m3,label_smoothing=0.2,class_weight,bias,temperature,logit_scale=-0.5"},
+        {"D=8,V=8,padded_vocab_size=16,dtype=fp32,layout=hidden_major,fp8", "--ignored", "0", "--seed", "60", "--num-tokens", "20"},
         {"D=64,V=301,dtype=bf16,fp8,fp8_hidden_scale=0.03,fp8_weight_scale=0.004,bias,outputs=loss+lse"},
         {"D=64,V=301,whole_vocab_size=900,dtype=bf16,grad_hidden_dtype=fp32,bias,label_smoothing=0.1,outputs=loss+lse+entropy+top1"},
         {"D=64,V=301,whole_vocab_size=900,dtype=fp32,class_weight,label_smoothing=0.1,layout=hidden_major"},
