@@ -209,8 +209,9 @@ void check_fp8(const Spec& s) {
     if (is_quantized(s)) refuse("weight_dtype", weight_text(s), "left out with fp8, which rounds numbers; leave fp8 out for codes");
     if (rounds_weight(s)) {
         refuse("weight_dtype", weight_text(s),
-               fmt::format("{} as hidden is, with fp8 (a weight of float32 under autocast: give it in hidden's dtype); or leave fp8 out",
-                           to_string(s.dtype)));
+               fmt::format("{} as hidden is, with fp8 (under autocast: keep this layer's parameter in {}, or give weight.to(...)); or "
+                           "leave fp8 out",
+                           to_string(s.dtype), to_string(s.dtype)));
     }
     if (s.hidden_size > kMostInt8Depth && s.fp8 == Fp8Operands::int8) {
         refuse("hidden_size (D)", s.hidden_size, fmt::format("at most {} with fp8=int8, whose sums are int32", kMostInt8Depth));

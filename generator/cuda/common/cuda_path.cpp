@@ -96,8 +96,10 @@ Reason support_problem(const Spec& spec, std::string_view path) {
 
 Reason fp8_problem(const Spec& spec, std::string_view path) {
     if (!is_fp8(spec)) return std::nullopt;
-    return fmt::format("fp8: runs on CPUs, on Hopper (cuda_fp8) and on sm_89, sm_120 and sm_121 (cuda_fp8_sm89), not on {}; leave fp8 out",
-                       path);
+    return fmt::format(
+        "fp8: runs on CPUs, on Hopper (cuda_fp8) and on GPUs of sm_89, sm_120 and sm_121 (cuda_fp8_sm89); {} has no products "
+        "of 8 bits; leave fp8 out",
+        path);
 }
 
 Reason quantized_problem(const Spec& spec, std::string_view path) {

@@ -44,7 +44,8 @@ Reason problem(const Spec& spec, const Device& device, Strategy strategy) {
     if (spec.softcap != 0.0 && spec.class_offset) return refused("class_offset", "tells a softcap's slope by the logit alone");
     if (spec.offset_gradient) return refused("offset_gradient", "differentiates the whole logit");
     if (is_hidden_major(spec) && spec.padded_vocab_size % 8 != 0) {  // rows have to start on 16 bytes
-        return refused(fmt::format("layout=hidden_major with rows of {}", spec.padded_vocab_size), "needs rows of a multiple of 8");
+        return refused(fmt::format("layout=hidden_major with rows of {}", spec.padded_vocab_size),
+                       "needs rows of a multiple of 8: pad them, or give the weight as [V, D]");
     }
     if (strategy == Strategy::retain && spec.fp8_dlogits == Fp8Dlogits::e4m3) {
         return std::string("retain: exponentials in e4m3 have no room for a largest one that is not known yet");
