@@ -261,9 +261,11 @@ struct HeadSumsSm90
     using Base::walk;
     using Params = typename Base::Params;
 
-    /// Whether a launch may leave gradients in the place of pairs: one walk has all that they need.
+    /// Whether a launch may leave gradients in the place of pairs: one walk has all that they need. Gradients in fp16 have a scale that
+    /// follows from the row's divergence, of which backward has to have the same bits: those that divergence_outputs writes.
     enum : bool {
-        kLeavesGradients = Problem::retain && !Problem::bias && !Problem::shard && !Sums::kSecond && Problem::divergence_form != kMixture
+        kLeavesGradients = Problem::retain && !Problem::bias && !Problem::shard && !Sums::kSecond && Problem::divergence_form != kMixture &&
+                           kSame<typename Problem::Element, Bf16>
     };
     using Gradients = HeadsGradients<Problem, TileT>;
 

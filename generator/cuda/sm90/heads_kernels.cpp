@@ -38,14 +38,15 @@ Expr block_clusters(const Spec& spec, const Device& device, const Expr& row_clus
     return max(ceil_div(row_clusters, max(ceil_div(row_clusters, most), 1)), 1);
 }
 
-/// Whether a launch makes gradients beside its products: where these are short, the epilogues take all that schedulers have.
-bool has_time_beside(const Spec& spec) { return spec.hidden_size + spec.teacher_hidden_size >= 3072; }
+/// Whether a launch makes gradients beside its products (HeadSumsSm90::kLeavesGradients): where products are short, the epilogues take all
+/// that schedulers have.
+bool works_beside(const Spec& spec) { return spec.dtype == DType::bf16 && spec.hidden_size + spec.teacher_hidden_size >= 3072; }
 
 /// block_clusters of a launch that leaves gradients of all blocks but the last: there is more than one, unless rows are few.
 Expr block_clusters(const Spec& spec, const Device& device, const Expr& row_clusters, const HeadsLaunch& launch) {
     constexpr std::int64_t kLeast = 4;  // clusters of rows that the weight is worth reading for
     const Expr most = block_clusters(spec, device, row_clusters);
-    if (!has_time_beside(spec)) return most;
+    if (!works_beside(spec)) return most;
     return select(launch.leaves_gradients, min(most, max(ceil_div(row_clusters, 2), kLeast)), most);
 }
 
@@ -94,7 +95,7 @@ Expr heads_splits(const Spec& spec, const Device& device, const HeadsLaunch& lau
 
 Expr heads_gradient_rows(const Spec& spec, const Device& device, const Expr& rows, const HeadsLaunch& launch) {
     const Expr row_clusters = ceil_div(rows, kClusterRows);
-    if (!has_time_beside(spec)) return 0;
+    if (!works_beside(spec)) return 0;
     const Expr block = block_clusters(spec, device, row_clusters, launch);
     return select(launch.leaves_gradients, floor_div(max(row_clusters - 1, 0), block) * block * kClusterRows, 0);
 }
