@@ -191,7 +191,7 @@ private:
         constexpr int kSlicesPerSum = 256 / TileT::kBlockK;
         Accumulators part;
         Accumulators& sum = OperandsT::kExactProducts ? c : part;  // K is short where products are exact
-        clear(part);
+        clear_sums(part);
 #pragma unroll 1
         for (int slice = 0; slice < slices; ++slice) {
             produce(feed);
@@ -206,7 +206,7 @@ private:
             next_slice();
             if (!OperandsT::kExactProducts && (slice + 1) % kSlicesPerSum == 0) {
                 add(c, part);
-                clear(part);
+                clear_sums(part);
             }
         }
         add(c, part);
