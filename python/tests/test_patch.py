@@ -6,7 +6,6 @@ import copy
 import functools
 import pickle
 import re
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -86,12 +85,7 @@ def test_loss_and_gradients_of_the_model_itself(kind: str, more: str) -> None:
         same(got, right)
 
 
-def test_nothing_is_said_to_be_deprecated() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", FutureWarning)
-        step(flce.patch(tiny_model()), **batch())
-
-
+@pytest.mark.filterwarnings("error:flce:FutureWarning")  # a caller of flce.patch has called nothing that is deprecated
 def test_logits_where_somebody_asks() -> None:
     own = tiny_model()
     mine = flce.patch(copy.deepcopy(own))

@@ -148,7 +148,8 @@ Expr has_free_gradient(const Spec& spec) { return spec.grad_weight_mode == GradM
 
 /// Chunks of the columns behind the retained ones: wide ones, at the end of grad_weight's memory while the rows there are not written, and
 /// the rest in scratch. Costs of a chunk beside its products do not depend on its width, so each is as wide as the memory behind its own
-/// rows allows, whatever the plan's chunk, which is a limit in scratch. A hidden_major gradient has no rows behind others, nor such chunks.
+/// rows allows, whatever the plan's chunk, which is a limit in scratch. A hidden_major gradient has no wide
+/// ones: each of its rows has columns of every chunk.
 void place_again(const Spec& spec, const Device& device, const Plan& plan, const Expr& scratch, BackwardLayoutFp8& b) {
     constexpr int kWide = 7;  // the last of them is a sixth of the first where each takes a quarter
     constexpr std::int64_t kAlignments = 8 * kWorkspaceAlignment;

@@ -28,8 +28,8 @@ namespace lt {
 
 /// Logits of both heads that a divergence retains: RetainedPairs. A function of Slot::retained_bytes and retained_in_grad_weight, so that
 /// both passes agree. In grad_weight's memory a block is at least as long as its classes' gradient, so that a gradient overwrites only
-/// blocks of its own classes and of those before them. In memory of their own, all of a token's pairs lie side by side where no class is
-/// left out, and forward leaves gradients in their place.
+/// blocks of its own classes and of those before them. Memory of their own has all of a token's pairs side by side where no class is left
+/// out; forward leaves gradients in their place there.
 struct RetainedHeads {
     RetainedPairsAt pairs;
     Expr columns{0};

@@ -38,8 +38,7 @@ Expr block_clusters(const Spec& spec, const Device& device, const Expr& row_clus
     return max(ceil_div(row_clusters, max(ceil_div(row_clusters, most), 1)), 1);
 }
 
-/// Whether a launch makes gradients beside its products (HeadSumsSm90::kLeavesGradients): where products are short, the epilogues take all
-/// that schedulers have.
+/// Whether a launch makes gradients beside its products (HeadSumsSm90::kLeavesGradients). Beside short products epilogues leave no time.
 bool works_beside(const Spec& spec) { return spec.dtype == DType::bf16 && spec.hidden_size + spec.teacher_hidden_size >= 3072; }
 
 /// block_clusters of a launch that leaves gradients of all blocks but the last: there is more than one, unless rows are few.
