@@ -39,6 +39,7 @@ Reason problem(const Spec& spec, const Device& device, Strategy strategy) {
     if (!is_fp8(spec)) return fmt::format("{} has products of 8-bit numbers, for specs with fp8", gemms.path);
     if (auto reason = oldest_gpu_problem(device)) return reason;
     if (auto reason = device_problem(gemms, device)) return reason;
+    if (is_quantized(spec)) return refused("weight_dtype=e4m3", "reads a weight of numbers");
     if (spec.dtype != DType::bf16) return refused(fmt::format("dtype={}", to_string(spec.dtype)), "rounds numbers of bf16");
     if (spec.outputs.log_sum_sq_probs || spec.outputs.top1) return refused("outputs", "adds up nothing but lse and the entropy");
     if (spec.softcap != 0.0 && spec.class_offset) return refused("class_offset", "tells a softcap's slope by the logit alone");
