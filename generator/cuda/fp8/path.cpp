@@ -39,7 +39,6 @@ Reason problem(const Spec& spec, const Device& device, Strategy strategy) {
     if (!is_fp8(spec)) return fmt::format("{} has products of 8-bit numbers, for specs with fp8", gemms.path);
     if (auto reason = oldest_gpu_problem(device)) return reason;
     if (auto reason = device_problem(gemms, device)) return reason;
-    if (is_quantized(spec)) return refused("weight_dtype=e4m3", "reads a weight of numbers");
     if (spec.dtype != DType::bf16) return refused(fmt::format("dtype={}", to_string(spec.dtype)), "rounds numbers of bf16");
     if (spec.outputs.log_sum_sq_probs || spec.outputs.top1) return refused("outputs", "adds up nothing but lse and the entropy");
     if (spec.softcap != 0.0 && spec.class_offset) return refused("class_offset", "tells a softcap's slope by the logit alone");
@@ -95,14 +94,16 @@ TileRate mma_tile_rate(const Spec& /*spec*/, const Device& /*device*/, GemmRole 
     return {.blocks_per_sm = 1, .efficiency = 1.0, .epilogue_depth = is_logits(role) ? 240.0 : 120.0};
 }
 
-/// Reading the weight, `times` times, and writing its codes.
+/// Reading the weight, `times` times, and writing its codes. One that is codes is read for its largest number, and copied for grad_hidden.
 Cost codes_cost(const Spec& spec, const Device& device, int times) {
-    const double bytes = (1.0 + 2.0 * times) * static_cast<double>(spec.vocab_size) * static_cast<double>(spec.hidden_size);
+    const double bytes =
+        (is_quantized(spec) ? 2.0 : 1.0 + 2.0 * times) * static_cast<double>(spec.vocab_size) * static_cast<double>(spec.hidden_size);
     return {.bytes = bytes, .seconds = bytes / device.gpu.bandwidth_bytes_per_s};
 }
 
 Cost forward_cost(const Spec& spec, const Device& device, const Plan& plan, double num_tokens, double retained) {
     Cost cost = gpu_forward_cost(spec, device, plan, num_tokens, retained);
+    if (is_quantized(spec)) return cost;
     const Cost codes = codes_cost(spec, device, is_hidden_major(spec) ? 2 : 1);
     cost.bytes += codes.bytes;
     cost.seconds += codes.seconds;
