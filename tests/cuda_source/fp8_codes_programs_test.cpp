@@ -165,9 +165,18 @@ TEST_P(Fp8CodesPrograms, BackwardOfABiasAlone_ReadsNoNumber) {
     }
 }
 
+TEST_P(Fp8CodesPrograms, RetainedBytes_AreThoseOfRowsAloneWithoutABias) {
+    const std::int64_t exponentials = of.tokens * spec.vocab_size;
+    const std::int64_t bytes = evaluate(program.retained_bytes, slots);
+    EXPECT_GE(bytes, exponentials * (spec.bias ? 2 : 1));
+    EXPECT_LT(bytes, exponentials * (spec.bias ? 2 : 1) * 1.2);
+}
+
 constexpr CodesGpu kCodesGpus[] = {{"H200", "h200", PlanPath::cuda_fp8}, {"L40s", "l40s", PlanPath::cuda_fp8_sm89}};
 constexpr CodesCase kCodesCases[] = {{"Nothing", "D=2048,bias", 4096},
                                      {"All", "D=2048,bias", 4096, 1.0},
+                                     {"NothingOfNoBias", "D=2048", 4096},
+                                     {"AllOfNoBias", "D=2048", 4096, 1.0},
                                      {"Part", "D=2048,bias,temperature", 4095, 0.4},
                                      {"LittleScratch", "D=528,bias,label_smoothing=0.1", 333, 0.6, 4 << 20}};
 

@@ -53,8 +53,11 @@ Expr whole_waves(const Spec& spec, const Device& device, const Gemms& gemms, con
 /// Bytes of a class's codes that are made; a weight of codes has them.
 std::int64_t made_codes_bytes(const Spec& spec) { return is_quantized(spec) ? 0 : code_pitch(spec); }
 
+/// Bytes of a class's exponentials by classes.
+Expr turned_bytes(const Spec& spec) { return turns_exponentials(spec) ? token_positions() : Expr(0); }
+
 /// Bytes of a chunk's column where logits are made again.
-Expr again_bytes(const Spec& spec) { return slot(Slot::num_tokens) + token_positions() + (made_codes_bytes(spec) + spec.hidden_size); }
+Expr again_bytes(const Spec& spec) { return slot(Slot::num_tokens) + turned_bytes(spec) + (made_codes_bytes(spec) + spec.hidden_size); }
 
 /// Whether a gradient of the weight is written, whose memory may be lent.
 bool writes_gradient(const Spec& spec) { return spec.grad_weight_mode == GradMode::write && !is_hidden_major(spec) && !is_quantized(spec); }
@@ -66,7 +69,7 @@ ChunkPlaces chunk_places(const Spec& spec, const Expr& begin, const Expr& width)
     places.turned_weight = pieces.take(width * spec.hidden_size);
     places.weight_codes = pieces.take(width * made_codes_bytes(spec));
     places.exponentials = pieces.take(width * slot(Slot::num_tokens));
-    places.turned = pieces.take(width * token_positions());
+    places.turned = pieces.take(width * turned_bytes(spec));
     return places;
 }
 
@@ -91,9 +94,9 @@ RetainedFp8 retained_layout(const Spec& spec, const Plan& plan) {
     r.exponentials = pieces.end();
     const Expr numbers = pieces.end();
     pieces.take(n * whole_pitch);
-    r.most = pieces.end() + token_positions() * columns;
+    r.most = pieces.end() + turned_bytes(spec) * columns;
     const Expr bytes = slot(Slot::retained_bytes);
-    const Expr column = max(n, 1) + token_positions();
+    const Expr column = max(n, 1) + turned_bytes(spec);
     const auto columns_in = [&](const Expr& memory, const Expr& of_column) {
         const Expr fitting = floor_div(max(memory - numbers - 2 * kWorkspaceAlignment, 0), of_column);
         return min(round_down(fitting, kFp8Quantum), round_down(columns, kFp8Quantum));

@@ -104,7 +104,7 @@ Statement logits_launch_of(const Gemms& gemms, const Spec& spec, LaunchBuilder<F
     const Expr n = slot(Slot::num_tokens);
     const GemmTile& tile = logits_tile(gemms, spec);
     const std::int64_t pitch = code_pitch(spec);
-    const Expr stores = less(0, at.stored);
+    const Expr stores = turns_exponentials(spec) ? less(0, at.stored) : Expr(0);
     LaunchBuilder<Params> full(std::move(launch));
     set_matrix(full, &Params::hidden_map, {at.hidden_codes, pitch, n, pitch}, tile.block_m, 1);
     set_matrix(full, &Params::weight_map, {at.weight_codes, pitch, at.columns, pitch}, tile.block_n / gemms.cluster_blocks, 1);
