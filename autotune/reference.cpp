@@ -281,7 +281,8 @@ void BasicReference<Real>::load_weight(Range rows, Range columns, Real* out) con
     if (is_quantized(spec)) {
         for (std::int64_t row = rows.begin; row < rows.end; ++row) {
             for (std::int64_t column = columns.begin; column < columns.end; ++column) {
-                *out++ = Real{stored_value(problem_.dequantized(row, column), spec.dtype)};
+                const float number = problem_.dequantized(row, column);
+                *out++ = Real{is_fp8(spec) ? number : stored_value(number, spec.dtype)};
             }
         }
         return;

@@ -48,6 +48,24 @@ ReferenceFp8<Real>::ReferenceFp8(const ReferenceProblem& problem, std::span<cons
     const auto d = static_cast<std::size_t>(spec_.hidden_size);
     hidden_.assign(hidden.begin(), hidden.end());
     for (std::size_t first = 0; first < hidden_.size(); first += d) to_logit_operand({hidden_.data() + first, d}, spec_.fp8_hidden_scale);
+    weight_power_ = fp8::e4m3_power(is_quantized(spec_) ? largest_of_codes(problem) : largest_of_weight(problem));
+}
+
+template <class Real>
+float ReferenceFp8<Real>::largest_of_codes(const ReferenceProblem& problem) const {
+    float largest = 0;
+    for (std::int64_t row = 0; row < spec_.vocab_size; ++row) {
+        for (std::int64_t column = 0; column < spec_.hidden_size; ++column) {
+            const float size = std::abs(problem.dequantized(row, column));
+            if (std::isfinite(size)) largest = std::max(largest, size);
+        }
+    }
+    return largest;
+}
+
+template <class Real>
+float ReferenceFp8<Real>::largest_of_weight(const ReferenceProblem& problem) const {
+    const auto d = static_cast<std::size_t>(spec_.hidden_size);
     const bool by_rows = spec_.layout == WeightLayout::vocab_major;
     const auto rows = static_cast<std::size_t>(by_rows ? spec_.vocab_size : spec_.hidden_size);
     const auto pitch = static_cast<std::size_t>(by_rows ? spec_.hidden_size : spec_.padded_vocab_size);
@@ -57,7 +75,7 @@ ReferenceFp8<Real>::ReferenceFp8(const ReferenceProblem& problem, std::span<cons
         to_real(problem.weight + i * pitch * element_bytes(spec_.dtype), spec_.dtype, row.data(), row.size());
         largest = std::max(largest, largest_finite(std::span<const float>(row)));
     }
-    weight_power_ = fp8::e4m3_power(largest);
+    return largest;
 }
 
 template <class Real>
@@ -176,6 +194,7 @@ void BasicReference<Real>::load_logit_weight(Range rows, Real* out) const {
     const std::int64_t d = problem_.spec.hidden_size;
     load_weight(rows, {0, d}, out);
     if (!is_fp8(problem_.spec)) return;
+    if (is_quantized(problem_.spec)) return;  // codes times their scales are what the logits are products of
     for (std::int64_t j = 0; j < rows.end - rows.begin; ++j) fp8_.to_logit_operand({out + j * d, static_cast<std::size_t>(d)});
 }
 

@@ -38,6 +38,9 @@ public:
 private:
     /// `given`: the spec's scale of the operand, or 0.
     void to_logit_operand(std::span<Real> row, double given) const;
+    /// Largest |number| of the weight that is finite.
+    [[nodiscard]] float largest_of_weight(const ReferenceProblem& problem) const;
+    [[nodiscard]] float largest_of_codes(const ReferenceProblem& problem) const;
     [[nodiscard]] float exponent(Real lse) const;
 
     Spec spec_;

@@ -341,7 +341,8 @@ namespace {
 
 /// Part of exponentials in 8 bits, both ways, that the gradient's memory holds: its rows may take the place of one of both.
 double lendable_part_fp8(const Spec& spec, std::int64_t num_tokens) noexcept {
-    if (spec.grad_weight_mode != GradMode::write || spec.layout != WeightLayout::vocab_major || num_tokens <= 0) return 0;
+    const bool writes = spec.grad_weight_mode == GradMode::write && !is_quantized(spec);
+    if (!writes || spec.layout != WeightLayout::vocab_major || num_tokens <= 0) return 0;
     const double row_bytes = static_cast<double>(spec.hidden_size) * static_cast<double>(element_bytes(spec.grad_weight_dtype));
     const auto tokens = static_cast<double>(num_tokens);
     return row_bytes / (std::max(tokens, row_bytes) + tokens);

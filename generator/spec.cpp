@@ -193,6 +193,29 @@ void check_fp8_scales(const Spec& s) {
     if (s.fp8_hidden_scale != 0.0 && s.fp8_weight_scale == 0.0) refuse("fp8_weight_scale", "(none)", kBoth);
 }
 
+/// Refuses weights in memory that an FP8 head does not multiply.
+void check_fp8_weight(const Spec& s) {
+    if (!is_quantized(s)) {
+        if (weight_dtype(s) == s.dtype) return;
+        refuse("weight_dtype", weight_text(s),
+               fmt::format("{} as hidden is, with fp8 (under autocast: keep this layer's parameter in {}, or give weight.to(...)); or "
+                           "leave fp8 out",
+                           to_string(s.dtype), to_string(s.dtype)));
+    }
+    if (s.weight_format != WeightFormat::e4m3) {
+        refuse("weight_dtype", weight_text(s), "e4m3 with a scale a row where codes are multiplied as they are; leave fp8 out");
+    }
+    if (s.weight_block != 0) {
+        refuse("weight_block", s.weight_block, "0 (a scale a row) with fp8, whose products have one scale a class; leave fp8 out");
+    }
+    if (s.fp8 != Fp8Operands::e4m3) {
+        refuse("fp8", to_string(s.fp8), "e4m3 where weight_dtype is e4m3, whose codes are multiplied as they are: flce.Fp8('e4m3')");
+    }
+    if (has_fp8_scales(s)) {
+        refuse("fp8_weight_scale", s.fp8_weight_scale, "left out with fp8_hidden_scale where weight_dtype is e4m3, whose scales are given");
+    }
+}
+
 /// Refuses options that products in 8 bits have no arithmetic for.
 void check_fp8(const Spec& s) {
     if (s.fp8 > Fp8Operands::e4m3) refuse("fp8", static_cast<int>(s.fp8), "int8 or e4m3, or left out");
@@ -206,13 +229,7 @@ void check_fp8(const Spec& s) {
     }
     check_fp8_scales(s);
     const auto without = [](std::string_view option) { return fmt::format("{} with fp8; leave fp8 out", option); };
-    if (is_quantized(s)) refuse("weight_dtype", weight_text(s), "left out with fp8, which rounds numbers; leave fp8 out for codes");
-    if (rounds_weight(s)) {
-        refuse("weight_dtype", weight_text(s),
-               fmt::format("{} as hidden is, with fp8 (under autocast: keep this layer's parameter in {}, or give weight.to(...)); or "
-                           "leave fp8 out",
-                           to_string(s.dtype), to_string(s.dtype)));
-    }
+    check_fp8_weight(s);
     if (s.hidden_size > kMostInt8Depth && s.fp8 == Fp8Operands::int8) {
         refuse("hidden_size (D)", s.hidden_size, fmt::format("at most {} with fp8=int8, whose sums are int32", kMostInt8Depth));
     }
@@ -335,7 +352,7 @@ DType weight_dtype(const Spec& spec) noexcept { return is_quantized(spec) ? DTyp
 
 DType grad_hidden_dtype(const Spec& spec) noexcept { return spec.grad_hidden_dtype.value_or(spec.dtype); }
 
-bool rounds_weight(const Spec& spec) noexcept { return weight_dtype(spec) != spec.dtype; }
+bool rounds_weight(const Spec& spec) noexcept { return weight_dtype(spec) != spec.dtype && !is_fp8(spec); }
 
 bool is_quantized(const Spec& spec) noexcept { return spec.weight_format != WeightFormat::numbers; }
 

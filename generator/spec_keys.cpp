@@ -221,7 +221,7 @@ std::vector<SpecEntry> spec_entries(const Spec& spec) {
     add("layout", spec.layout != WeightLayout::vocab_major, std::string(to_string(spec.layout)));
     add("tied", spec.tied, "true");
     const auto weight = is_quantized(spec) ? to_string(spec.weight_format) : to_string(weight_dtype(spec));
-    add("weight_dtype", rounds_weight(spec), std::string(weight));
+    add("weight_dtype", rounds_weight(spec) || is_quantized(spec), std::string(weight));
     add("weight_block", spec.weight_block != 0, std::to_string(spec.weight_block));
     add("grad_hidden_dtype", grad_hidden_dtype(spec) != spec.dtype, std::string(to_string(grad_hidden_dtype(spec))));
     add("grad_weight_dtype", spec.grad_weight_dtype != default_grad_weight_dtype(spec), std::string(to_string(spec.grad_weight_dtype)));

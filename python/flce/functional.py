@@ -161,8 +161,9 @@ def linear_cross_entropy(hidden: Any, weight: _Head, target: Any, **options: Any
             contents of the others. On a CPU and, with bf16, on a Hopper GPU; elsewhere a PlanError. On a GPU nothing is left to backward,
             which computes logits again.
         fp8: a flce.Fp8: products of numbers in 8 bits, which take about 0.6 of the time on a Hopper GPU and change gradients by some
-            percent (docs/python.md). Also on GPUs of sm_89, sm_120 and sm_121, and on a CPU. Not with weight_scale, an fp32 weight beside
-            16-bit hidden states, batch_invariant, or label_smoothing under a softcap: an error says so.
+            percent (docs/python.md). Also on GPUs of sm_89, sm_120 and sm_121, and on a CPU. weight_scale goes with Fp8("e4m3") and a scale
+            a row. Not with an fp32 weight beside 16-bit hidden states, batch_invariant, or label_smoothing under a softcap: an
+            error says so.
         return_top1, return_log_sum_sq_probs: also return the class of the largest logit (the first of equal ones), int64, -1 for ignored
             rows, and log Σ p² over the softmax, fp32, 0 for ignored rows: [...], not differentiable.
         workspace_limit_bytes: the most memory that this call takes beyond its inputs, outputs and their gradients, in forward and backward:

@@ -70,16 +70,19 @@ def truth_of(
     class_weight: Tensor | None = None,
     label_smoothing: float = 0.0,
     of_entropy: Tensor | None = None,
+    weight_scale: Tensor | None = None,
 ) -> Truth:
-    """The mean over targets that are not -100. `of_entropy` [N]: gradients of the tokens' entropies. All on the CPU."""
+    """The mean over targets that are not -100. `of_entropy` [N]: gradients of the tokens' entropies. `weight_scale` [V]: of a weight of
+    codes. All on the CPU."""
     hidden, weight, target = hidden.detach().cpu(), weight.detach().cpu(), target.cpu()
+    of_classes = None if weight_scale is None else weight_scale.detach().cpu()[:, None]
+    codes, weight = weight, weight if of_classes is None else weight.float() * of_classes
     valid = target >= 0
     rows = torch.arange(len(target))[valid]
     y = target[valid]
     of_hidden, of_weight = fp8.scales if isinstance(fp8.scales, tuple) else (None, None)
-    x = operands(hidden[valid], fp8.logits, of_hidden) @ operands(weight, fp8.logits, of_weight).T + (
-        0 if bias is None else bias.detach().cpu().double()
-    )
+    of_logits = operands(weight, fp8.logits, of_weight) if of_classes is None else codes.double() * of_classes.double()
+    x = operands(hidden[valid], fp8.logits, of_hidden) @ of_logits.T + (0 if bias is None else bias.detach().cpu().double())
     z, slope = x * logit_scale, torch.ones_like(x)
     if softcap:
         t = torch.tanh(z / softcap)

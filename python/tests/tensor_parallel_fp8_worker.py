@@ -207,6 +207,24 @@ def ranks_without_classes(rows: str) -> None:
             assert error(shard.grad[:VOCAB], expected.grad_weight) < bound(torch.bfloat16)
 
 
+def frozen_codes(given: dict[str, Any]) -> None:
+    """A weight that is e4m3 already: hidden and the bias have gradients."""
+    layer, fp8 = Layer(torch.bfloat16), flce.Fp8("e4m3")
+    scale = layer.weight.float().abs().amax(-1) / 400
+    codes, bias = (layer.weight / scale[:, None]).to(torch.float8_e4m3fn), layer.bias
+    with torch.device("cpu"):
+        expected = truth_of(layer.hidden, codes, layer.target, fp8, bias=bias, weight_scale=scale, **given)
+    hidden, mine = leaf(layer.hidden), leaf(layer.mine(bias))
+    of_classes = {"weight_scale": layer.mine(scale), "bias": mine}
+    loss = flce.linear_cross_entropy(hidden, layer.mine(codes), layer.target, process_group=layer.group, fp8=fp8, **given, **of_classes)
+    same_on_every_rank(loss)
+    assert error(loss, expected.loss) < loss_bound(fp8)
+    loss.backward()
+    assert hidden.grad is not None and mine.grad is not None
+    assert error(hidden.grad, expected.grad_hidden) < bound(torch.bfloat16, fp8)
+    assert error(mine.grad, layer.mine(expected.grad_bias)) < bound(torch.bfloat16, fp8)
+
+
 def refused(given: dict[str, Any], message: str) -> None:
     """Every rank raises before anything is sent, and the group goes on."""
     layer = Layer(torch.bfloat16)
@@ -229,6 +247,7 @@ CASES: list[tuple[Any, ...]] = [
     (dtensors,),
     *((ways, way) for way in (by_loss, by_head, checkpointed, compiled)),
     (gradients_are_added,),
+    *((frozen_codes, given) for given in ({}, SMOOTHED)),
     (columns,),
     *((ranks_without_classes, rows) for rows in ("none", "padding")),
     (refused, {"batch_invariant": True}, "batch_invariant"),

@@ -139,6 +139,16 @@ def test_a_quantised_layer_is_read_as_it_is(kind: str) -> None:
     torch.testing.assert_close(fused(hidden), logits, rtol=2**-7, atol=2**-7 * float(logits.abs().max()))
 
 
+@pytest.mark.parametrize("kind", [kind for kind, (form, _) in READ.items() if form in ("column", "number")])
+def test_a_head_in_8_bits_multiplies_a_layers_codes(kind: str) -> None:
+    form, make = READ[kind]
+    head, (hidden, target), fp8 = make(), hidden_of(torch.bfloat16, "cpu"), flce.Fp8("e4m3")
+    given, _ = quantized(form, "cpu")
+    expected = flce.linear_cross_entropy(hidden, given["weight"], target, weight_scale=given["weight_scale"], shift=1, fp8=fp8)
+    assert torch.equal(flce.LinearCrossEntropyLoss(head, shift=1, fp8=fp8)(hidden, target), expected)
+    check(flce.FusedLMHead.from_linear(head, shift=1, fp8=fp8)(hidden, labels=target), expected, hidden, "cpu")
+
+
 @pytest.mark.parametrize("form", ["rows", "column", "number", "blocks", "nvfp4", "nvfp4_alone"])
 def test_numbers_of_codes(form: str) -> None:
     given, dense = quantized(form, "cpu")

@@ -7,6 +7,7 @@
 #include <cstring>
 
 #include "runtime/cpu/passes.hpp"
+#include "runtime/cpu/quantized_weight.hpp"
 #include "runtime/layer/number_formats.hpp"
 #include "templates/common/fp8_codes.cuh"
 
@@ -100,8 +101,24 @@ bool is_hidden_major(const Spec& spec) { return spec.layout == WeightLayout::hid
 /// The weight from class `first` on.
 const std::byte* weight_from(const CpuCall& call, std::int64_t first) {
     const Spec& spec = call.spec();
-    const auto element = static_cast<std::int64_t>(element_bytes(spec.dtype));
+    const auto element = static_cast<std::int64_t>(is_quantized(spec) ? 1 : element_bytes(spec.dtype));
     return call.pointer(Slot::weight) + first * element * (is_hidden_major(spec) ? 1 : spec.hidden_size);
+}
+
+/// Scales of codes, of class `first` and those behind it.
+const float* scales_from(const CpuCall& call, std::int64_t first) { return call.pointer<const float>(Slot::weight_scale) + first; }
+
+float number_of(std::byte code) { return e4m3_numbers()[std::to_integer<std::size_t>(code)]; }
+
+/// Largest |number| of a row of codes that is finite, of its scale.
+float largest_of_codes(const std::byte* codes, std::int64_t count, float scale) {
+    constexpr unsigned kMagnitude = 0x7f;  // NaN, which is left out; codes without their signs are ordered as their numbers are
+    unsigned largest = 0;
+    for (std::int64_t i = 0; i < count; ++i) {
+        const unsigned magnitude = std::to_integer<unsigned>(codes[i]) & kMagnitude;
+        largest = magnitude != kMagnitude ? std::max(largest, magnitude) : largest;
+    }
+    return number_of(static_cast<std::byte>(largest)) * std::fabs(scale);
 }
 
 /// A row's factor and scale in its operand of the logits, of its largest number.
@@ -113,6 +130,7 @@ fp8::RowScale row_scale_of(const Spec& spec, double given, float largest) {
 }  // namespace
 
 void Fp8Numbers::load(std::int64_t row, std::int64_t column, std::int64_t count, float* to) const {
+    if (are_codes_) return load_codes(row, column, count, to);
     const std::int64_t element = static_cast<std::int64_t>(element_bytes(dtype_));
     with_numbers(dtype_, rows_ + (row * pitch_ + column) * element, [&](const auto& number) {
         const auto load_by = [&](const auto& factor) {
@@ -130,11 +148,35 @@ void Fp8Numbers::load(std::int64_t row, std::int64_t column, std::int64_t count,
     });
 }
 
-Fp8Numbers fp8_weight(const CpuCall& call, std::int64_t first, Fp8Numbers::Rounding rounding, const float* factors, float factor) {
+Fp8Numbers Fp8Numbers::of_codes(const std::byte* codes, std::int64_t pitch, const float* scales, float factor) {
+    Fp8Numbers numbers(DType::fp32, codes, pitch, Rounding::e4m3, scales, factor);
+    numbers.are_codes_ = true;
+    return numbers;
+}
+
+void Fp8Numbers::load_codes(std::int64_t row, std::int64_t column, std::int64_t count, float* to) const {
+    const std::byte* const codes = rows_ + row * pitch_ + column;
+    if (factors_ == nullptr) {
+        for (std::int64_t i = 0; i < count; ++i) to[i] = number_of(codes[i]);
+        return;
+    }
+    for (std::int64_t i = 0; i < count; ++i) to[i] = fp8::rounded_to_e4m3(number_of(codes[i]) * factors_[row] * factor_);
+}
+
+Fp8Numbers fp8_logits_weight(const CpuCall& call, std::int64_t first, const float* factors) {
     const Spec& spec = call.spec();
     const std::byte* const from = weight_from(call, first);
-    if (!is_hidden_major(spec)) return {spec.dtype, from, spec.hidden_size, rounding, factors, factor};
-    return {spec.dtype, from, spec.padded_vocab_size, rounding, factors, factor, Fp8Numbers::FactorsOf::columns};
+    if (is_quantized(spec)) return Fp8Numbers::of_codes(from, spec.hidden_size, nullptr);
+    if (!is_hidden_major(spec)) return {spec.dtype, from, spec.hidden_size, logits_rounding(spec), factors};
+    return {spec.dtype, from, spec.padded_vocab_size, logits_rounding(spec), factors, 1.F, Fp8Numbers::FactorsOf::columns};
+}
+
+Fp8Numbers fp8_gradient_weight(const CpuCall& call, std::int64_t first, float factor) {
+    const Spec& spec = call.spec();
+    const std::byte* const from = weight_from(call, first);
+    if (is_quantized(spec)) return Fp8Numbers::of_codes(from, spec.hidden_size, scales_from(call, first), factor);
+    const std::int64_t pitch = is_hidden_major(spec) ? spec.padded_vocab_size : spec.hidden_size;
+    return {spec.dtype, from, pitch, Fp8Numbers::Rounding::e4m3, nullptr, factor};
 }
 
 Fp8Numbers::Rounding logits_rounding(const Spec& spec) noexcept {
@@ -152,6 +194,11 @@ void fp8_row_scales(const Spec& spec, double given, const std::byte* rows, std::
 
 void fp8_class_scales(const CpuCall& call, std::int64_t first, std::int64_t count, float* factors, float* scales) {
     const Spec& spec = call.spec();
+    if (is_quantized(spec)) {
+        std::fill_n(factors, count, 1.F);
+        std::copy_n(scales_from(call, first), count, scales);
+        return;
+    }
     if (!is_hidden_major(spec)) return fp8_row_scales(spec, spec.fp8_weight_scale, weight_from(call, first), count, factors, scales);
     for (std::int64_t j = 0; j < count; j += kColumnsAtATime) {
         largest_of_classes(spec, weight_from(call, first + j), std::min(kColumnsAtATime, count - j), scales + j);
@@ -179,11 +226,14 @@ void add_multiple(DType dtype, const std::byte* numbers, std::int64_t count, flo
     });
 }
 
-void sum_of_rows(const CpuContext& context, DType dtype, const std::byte* rows, std::int64_t count, std::int64_t columns,
-                 const std::function<float(std::int64_t)>& factor, float* sums) {
+namespace {
+
+/// sum_of_rows of rows that `add(row, first column, width, times, to)` adds.
+template <class Add>
+void sum_of_added_rows(const CpuContext& context, std::int64_t count, std::int64_t columns,
+                       const std::function<float(std::int64_t)>& factor, const Add& add, float* sums) {
     constexpr std::int64_t kColumnsPerTask = 256;
     constexpr std::int64_t kRowsAtATime = 256;  // rows that have a sum of their own, which then joins the whole
-    const auto element = static_cast<std::int64_t>(element_bytes(dtype));
     const Blocks tasks = fixed_blocks(columns, kColumnsPerTask);
     context.workers->run(tasks.count, context.threads, [&](std::int64_t task, std::int64_t) {
         const std::int64_t first = tasks.begin(task);
@@ -193,17 +243,41 @@ void sum_of_rows(const CpuContext& context, DType dtype, const std::byte* rows, 
             std::array<float, kColumnsPerTask> part{};
             for (std::int64_t i = begin; i < std::min(begin + kRowsAtATime, count); ++i) {
                 const float times = factor(i);
-                if (times != 0.F) add_multiple(dtype, rows + (i * columns + first) * element, width, times, part.data());
+                if (times != 0.F) add(i, first, width, times, part.data());
             }
             for (std::int64_t k = 0; k < width; ++k) sums[first + k] += part[static_cast<std::size_t>(k)];
         }
     });
 }
 
+/// sum_of_classes of a weight of codes.
+void sum_of_codes(const CpuContext& context, const CpuCall& call, float* sums) {
+    const std::int64_t d = call.spec().hidden_size;
+    const auto class_weight = [&](std::int64_t column) { return call.class_weight(column); };
+    const auto add = [&](std::int64_t row, std::int64_t first, std::int64_t width, float times, float* to) {
+        const std::byte* const codes = weight_from(call, row) + first;
+        const float scale = *scales_from(call, row);
+        for (std::int64_t k = 0; k < width; ++k) to[k] += times * (number_of(codes[k]) * scale);
+    };
+    sum_of_added_rows(context, call.vocab_columns(), d, class_weight, add, sums);
+}
+
+}  // namespace
+
+void sum_of_rows(const CpuContext& context, DType dtype, const std::byte* rows, std::int64_t count, std::int64_t columns,
+                 const std::function<float(std::int64_t)>& factor, float* sums) {
+    const auto element = static_cast<std::int64_t>(element_bytes(dtype));
+    const auto add = [&](std::int64_t row, std::int64_t first, std::int64_t width, float times, float* to) {
+        add_multiple(dtype, rows + (row * columns + first) * element, width, times, to);
+    };
+    sum_of_added_rows(context, count, columns, factor, add, sums);
+}
+
 void sum_of_classes(const CpuContext& context, const CpuCall& call, float* sums) {
     constexpr std::int64_t kRowsPerTask = 16;
     constexpr std::int64_t kClassesAtATime = 256;  // rows that sum_of_rows has
     const Spec& spec = call.spec();
+    if (is_quantized(spec)) return sum_of_codes(context, call, sums);
     const std::int64_t columns = call.vocab_columns();
     if (!is_hidden_major(spec)) {
         const auto class_weight = [&](std::int64_t column) { return call.class_weight(column); };
@@ -236,9 +310,27 @@ void scale_products(float* tile, std::int64_t ld, std::int64_t rows, std::int64_
     }
 }
 
+namespace {
+
+int power_of_codes(const CpuContext& context, const CpuCall& call) {
+    constexpr std::int64_t kRowsPerTask = 256;
+    const std::int64_t d = call.spec().hidden_size;
+    const Blocks tasks = fixed_blocks(call.vocab_columns(), kRowsPerTask);
+    LargestNumber largest;
+    context.workers->run(tasks.count, context.threads, [&](std::int64_t task, std::int64_t) {
+        for (std::int64_t row = tasks.begin(task); row < tasks.begin(task) + tasks.length(task); ++row) {
+            largest.add(largest_of_codes(weight_from(call, row), d, *scales_from(call, row)));
+        }
+    });
+    return fp8::e4m3_power(largest.value());
+}
+
+}  // namespace
+
 int fp8_weight_power(const CpuContext& context, const CpuCall& call) {
     constexpr std::int64_t kRowsPerTask = 256;
     const Spec& spec = call.spec();
+    if (is_quantized(spec)) return power_of_codes(context, call);
     const bool hidden_major = is_hidden_major(spec);
     const std::int64_t rows = hidden_major ? spec.hidden_size : call.vocab_columns();
     const std::int64_t columns = hidden_major ? call.vocab_columns() : spec.hidden_size;

@@ -15,7 +15,7 @@ struct CpuContext;
 class CpuCall;
 
 /// Rows of the dtype's numbers that are read as 8-bit ones: each times its row's factor, or its column's, and rounded. They stay floats,
-/// which hold all numbers of 8 bits.
+/// which hold all numbers of 8 bits. Or rows of codes of e4m3, which are read as they are, or rounded anew as numbers of their scales.
 class Fp8Numbers {
 public:
     enum class Rounding : std::uint8_t { int8, e4m3 };
@@ -26,11 +26,18 @@ public:
                FactorsOf factors_of = FactorsOf::rows)
         : dtype_(dtype), rounding_(rounding), factors_of_(factors_of), rows_(rows), pitch_(pitch), factors_(factors), factor_(factor) {}
 
+    /// Rows of codes, `pitch` apart. `scales`: of row 0 and those behind it; each code times its row's and `factor` is rounded to e4m3.
+    /// Without them codes are read as they are.
+    [[nodiscard]] static Fp8Numbers of_codes(const std::byte* codes, std::int64_t pitch, const float* scales, float factor = 1.F);
+
     /// Loads `count` numbers of `row` from `column` on.
     void load(std::int64_t row, std::int64_t column, std::int64_t count, float* to) const;
 
 private:
+    void load_codes(std::int64_t row, std::int64_t column, std::int64_t count, float* to) const;
+
     DType dtype_;
+    bool are_codes_ = false;
     Rounding rounding_;
     FactorsOf factors_of_;
     const std::byte* rows_;
@@ -44,13 +51,14 @@ private:
 
 /// Factors and scales of rows [0, count) of the logits' operands. `given`: the spec's scale of the operand, or 0.
 void fp8_row_scales(const Spec& spec, double given, const std::byte* rows, std::int64_t count, float* factors, float* scales);
-/// Factors and scales of the weight's classes [first, first + count), which are columns of a hidden_major one.
+/// Factors and scales of the weight's classes [first, first + count), which are columns of a hidden_major one. Codes have given ones.
 void fp8_class_scales(const CpuCall& call, std::int64_t first, std::int64_t count, float* factors, float* scales);
 
-/// The weight's numbers from class `first` on, as it lies in memory: rows are classes, or a hidden_major weight's hidden dimensions.
-/// `factors`: of class `first` and those behind it.
-[[nodiscard]] Fp8Numbers fp8_weight(const CpuCall& call, std::int64_t first, Fp8Numbers::Rounding rounding, const float* factors,
-                                    float factor = 1.F);
+/// The weight from class `first` on as operand of the logits. Its rows are those of memory: classes, or a hidden_major weight's hidden
+/// dimensions. `factors`: of class `first` and those behind it.
+[[nodiscard]] Fp8Numbers fp8_logits_weight(const CpuCall& call, std::int64_t first, const float* factors);
+/// The weight from class `first` on as operand of grad_hidden: its numbers times `factor`.
+[[nodiscard]] Fp8Numbers fp8_gradient_weight(const CpuCall& call, std::int64_t first, float factor);
 
 /// Largest |x| of `count` numbers, without those that are not finite.
 [[nodiscard]] float largest_finite(DType dtype, const std::byte* numbers, std::int64_t count);

@@ -69,9 +69,7 @@ Fp8Row Fp8Gradients::row(const GradRow& row) const {
     return {factor, std::max(row.target, GradRow::kElsewhere), 0.F, smoothing_of(row)};
 }
 
-Fp8Numbers Fp8Gradients::weight(std::int64_t first) const {
-    return fp8_weight(call_, first, Fp8Numbers::Rounding::e4m3, nullptr, fp8::power_of_two(weight_power_));
-}
+Fp8Numbers Fp8Gradients::weight(std::int64_t first) const { return fp8_gradient_weight(call_, first, fp8::power_of_two(weight_power_)); }
 
 void Fp8Gradients::load_class(std::int64_t column, std::int64_t d, std::int64_t count, float* to) const {
     const Fp8Numbers numbers = weight(column);

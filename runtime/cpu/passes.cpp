@@ -35,6 +35,13 @@ void WorkerSlot::load_strip(const CpuContext& context, const CpuCall& call, std:
 
 UnpackedB weight_for_logits(const CpuContext& context, const CpuCall& call, const WorkerSlot& slot, std::int64_t begin) {
     const Spec& spec = call.spec();
+    const bool vocab_major = spec.layout == WeightLayout::vocab_major;
+    if (is_fp8(spec)) {
+        return {.depth_contiguous = vocab_major,
+                .pack = context.code.pack_weight_logits,
+                .dequantized = slot.dequantized,
+                .rounded = fp8_logits_weight(call, begin, slot.class_factors)};
+    }
     if (is_quantized(spec)) {
         return {.depth_contiguous = true,
                 .pack = context.code.pack_weight_logits,
@@ -43,13 +50,6 @@ UnpackedB weight_for_logits(const CpuContext& context, const CpuCall& call, cons
                 .dequantized = slot.dequantized};
     }
     const auto bytes = static_cast<std::int64_t>(element_bytes(weight_dtype(spec)));
-    const bool vocab_major = spec.layout == WeightLayout::vocab_major;
-    if (is_fp8(spec)) {
-        return {.depth_contiguous = vocab_major,
-                .pack = context.code.pack_weight_logits,
-                .dequantized = slot.dequantized,
-                .rounded = fp8_weight(call, begin, logits_rounding(spec), slot.class_factors)};
-    }
     return {.data = call.pointer(Slot::weight) + begin * bytes * (vocab_major ? spec.hidden_size : 1),
             .ld = vocab_major ? spec.hidden_size : spec.padded_vocab_size,
             .element_bytes = bytes,

@@ -23,6 +23,8 @@ std::size_t at(std::byte code) { return std::to_integer<std::size_t>(code); }
 
 }  // namespace
 
+const std::array<float, 256>& e4m3_numbers() { return kE4m3; }
+
 QuantizedWeight::QuantizedWeight(const CpuCall& call)
     : spec_(&call.spec()),
       codes_(call.pointer(Slot::weight)),

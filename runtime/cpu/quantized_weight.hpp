@@ -1,12 +1,16 @@
 // A call's weight of codes and scales on the CPU.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 
 #include "runtime/cpu/cpu_call.hpp"
 
 namespace flce {
+
+/// Numbers of all codes of e4m3.
+[[nodiscard]] const std::array<float, 256>& e4m3_numbers();
 
 /// Reads numbers of a quantised weight. Numbers of codes come out of a table, since workers take fp32's subnormal numbers for 0.
 class QuantizedWeight {

@@ -48,7 +48,8 @@ struct PlainProblem {
     enum : bool { shard = false };                       ///< the vocabulary lies on several ranks
     enum : bool { float_grad_hidden = false };           ///< grad_hidden is fp32 whatever Element is
     enum : bool { has_falls = false };                   ///< Falls tell logits; there are falls(const float* p), logit_scale(p)
-    enum : int { weight_format = kWeightNumbers };       ///< where rounds_weight: what the weight is in memory
+    enum : int { weight_format = kWeightNumbers };       ///< where rounds_weight, and with fp8: what the weight is in memory
+    enum : bool { turns_exponentials = true };           ///< with fp8: exponentials are stored by classes, too
     enum : int { weight_block = 0 };                     ///< rows and columns of a block that has an e4m3 weight's scale; 0: a row has one
     enum : int { retained_columns = kRetainedColumns };  ///< columns of a block of retained exponentials
     enum : int { segment_tiles = 0 };  ///< batch-invariant: forward's tiles that are summed up apart from all others; else 0

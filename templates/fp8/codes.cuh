@@ -282,11 +282,9 @@ struct TurnedRows {
     }
 };
 
-/// Turns rows over. A block has a square of kFp8Square rows and columns. kTokens: rows lie at tokens' positions and have factors, else at
-/// classes'. kBoth: codes of the rows as they lie are made as well.
-template <class Problem, bool kTokens, bool kBoth>
-__device__ __forceinline__ void fp8_turn(const Fp8TurnParams& p) {
-    using Rows = TurnedRows<Problem, kTokens, kBoth>;
+/// Turns rows over. A block has a square of kFp8Square rows and columns. kBoth: the copies turned over may be left out.
+template <class Problem, class Rows, bool kBoth>
+__device__ __forceinline__ void turn_rows(const Fp8TurnParams& p) {
     __shared__ unsigned square[kFp8Square][kFp8Square / 4 + 1];
     const int row0 = static_cast<int>(blockIdx.y) * kFp8Square;
     const int column0 = static_cast<int>(blockIdx.x) * kFp8Square;
@@ -308,6 +306,11 @@ __device__ __forceinline__ void fp8_turn(const Fp8TurnParams& p) {
     for (int d = warp; d < kFp8Square && column0 + d < Problem::hidden_size; d += kRowThreads / 32) {
         *reinterpret_cast<unsigned*>(p.codes + (column0 + d) * p.positions + position) = square[d][lane];
     }
+}
+/// kTokens: rows lie at tokens' positions and have factors, else at classes'. kBoth: codes of the rows as they lie are made as well.
+template <class Problem, bool kTokens, bool kBoth>
+__device__ __forceinline__ void fp8_turn(const Fp8TurnParams& p) {
+    turn_rows<Problem, TurnedRows<Problem, kTokens, kBoth>, kBoth>(p);
 }
 template <class Problem>
 __device__ __forceinline__ void fp8_turn_hidden(const Fp8TurnParams& p) {

@@ -92,6 +92,7 @@ struct LogitsFp8
     __device__ __forceinline__ void send() {
         ptx::barrier_sync(1 + loop.place.consumer, 128);
         erase_target();
+        if constexpr (!Problem::turns_exponentials) return;
         ptx::fence_proxy_async();
         ptx::barrier_sync(1 + loop.place.consumer, 128);
         if (!issues) return;
@@ -127,6 +128,7 @@ private:
         const int column = of < p.rows ? load_target<Problem>(p.targets, of) - (p.first_column + n) : -1;
         if (column < 0 || column >= TileT::kBlockN || n + column >= p.stored) return;
         p.exponentials[of * p.pitch + n + class_position(column)] = 0u;
+        if constexpr (!Problem::turns_exponentials) return;
         const int position = token_position(within);
         ptx::st_shared_b8(panel() + static_cast<unsigned>(column * kFp8TokenGroup + (position / 16 ^ column % 8) * 16 + position % 16), 0u);
     }

@@ -190,7 +190,7 @@ private:
             add_groups<false>(z, powers, sums, 0u);
             return;
         }
-        add_groups<true>(z, powers, sums, self().open_panel());
+        add_groups<true>(z, powers, sums, Problem::turns_exponentials ? self().open_panel() : 0u);
     }
     template <bool kStores>
     __device__ __forceinline__ void add_groups(const Logits& z, const OfRows& powers, Sums& sums, unsigned panel) const {
@@ -217,7 +217,7 @@ private:
                 sums.exponentials[r / 2][r % 2] += (x[0] + x[1]) + (x[2] + x[3]);
                 if constexpr (kStores) words[r][jj] = w[r] = codes_of(x, z, group * 8 + jj * 2, r);
             }
-            if constexpr (kStores) self().put_turned(w, group * kFp8ClassGroup + jj * 16, panel);
+            if constexpr (kStores && Problem::turns_exponentials) self().put_turned(w, group * kFp8ClassGroup + jj * 16, panel);
         }
         if constexpr (kStores) put_rows(words, n() + group * kFp8ClassGroup);
     }

@@ -70,6 +70,7 @@ struct LogitsMma8
         const int column = of < p.rows ? load_target<Problem>(p.targets, of) - (p.first_column + n) : -1;
         if (column < 0 || column >= TileT::kGroupN || n + column >= p.stored) return;
         p.exponentials[of * p.pitch + n + class_position(column)] = 0u;
+        if constexpr (!Problem::turns_exponentials) return;
         static_cast<unsigned char*>(p.turned_map.at)[(n + column) * p.turned_map.pitch + m + token_position(within)] = 0u;
     }
 

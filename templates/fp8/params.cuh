@@ -48,12 +48,27 @@ struct Fp8CodesParams {
     float given_scale;  ///< scale of every row, where the Problem has given scales
 };
 
+/// Scales of a weight of codes.
+struct Fp8GivenScalesParams {
+    const void* from;    ///< codes [rows, D]
+    const float* given;  ///< [rows]
+    float* scales;       ///< [rows]: copies
+    unsigned* largest;   ///< largest of Fp8CodesParams
+    int rows;
+    int unused;
+};
+
+/// With a weight of codes: hidden is in no sum.
+struct SmoothingSumsOfCodesParams : SmoothingSumsParams {
+    const float* class_scales;  ///< [columns]
+};
+
 /// Codes of rows times their factors, turned over. A hidden_major weight's rows are columns, and its codes turned over lie as it does.
 struct Fp8TurnParams {
     const void* from;         ///< [rows, D]
     unsigned char* codes;     ///< [D, positions]
     const unsigned* largest;  ///< bits of the number whose power of two is every row's factor (fp8_factor)
-    const float* factors;     ///< [rows]: factors beside; a row with 0 may hold anything. null: 1
+    const float* factors;     ///< [rows]: factors beside; a row with 0 may hold anything. null: 1. Of a weight of codes: their scales
     // Codes of the rows as they lie, where they are made as well; `codes` may be null then.
     unsigned char* row_codes;  ///< [rows, D rounded up to 16]
     const float* row_factors;  ///< [rows], row_factors of Fp8CodesParams
@@ -143,6 +158,11 @@ struct Fp8TargetsParams {
     int unused;
 };
 
+/// With a weight of codes.
+struct Fp8TargetsOfCodesParams : Fp8TargetsParams {
+    const float* class_scales;  ///< [columns]
+};
+
 /// Powers of rows from the partial sums of their first classes.
 struct Fp8PowersParams {
     const float* partials;
@@ -222,6 +242,11 @@ struct Fp8FinishParams {
     const unsigned* largest;     ///< bits of the weight's largest number
     const float* row_smoothing;  ///< row_smoothing of Fp8RowsParams
     const float* weight_sum;     ///< [D], with label smoothing
+};
+
+/// With a weight of codes.
+struct Fp8FinishOfCodesParams : Fp8FinishParams {
+    const float* class_scales;  ///< [columns]
 };
 
 /// Rows in the order of their targets, ignored ones last.

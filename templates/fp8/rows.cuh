@@ -44,14 +44,45 @@ __device__ __forceinline__ float product_of_codes(const Bf16* a, const RowCodes<
     return warp_sum(sum);
 }
 
+/// Sum of products of a row's codes and given ones of a class, for all lanes of a warp.
+template <class Problem>
+__device__ __forceinline__ float product_of_codes(const Bf16* a, const RowCodes<Problem>& of_a, const unsigned char* codes) {
+    using N = Numeric<Bf16>;
+    float sum = 0.f;
+    for (int k = static_cast<int>(threadIdx.x) % 32 * 8; k < Problem::hidden_size; k += 256) {
+        unsigned x[4];
+        ptx::ld_global_v4(x, a + k);
+        const uint2 y = __ldg(reinterpret_cast<const uint2*>(codes + k));
+#pragma unroll
+        for (int i = 0; i < 4; i += 2) {
+            const unsigned u = of_a.pack(N::first(x[i]), N::second(x[i]), N::first(x[i + 1]), N::second(x[i + 1]));
+            const unsigned v = i == 0 ? y.x : y.y;
+#pragma unroll
+            for (int half = 0; half < 32; half += 16) {
+                const float2 p = unpack_fp8<false>(u >> half & 0xffffu);
+                const float2 q = unpack_fp8<false>(v >> half & 0xffffu);
+                sum = __fmaf_rn(p.x, q.x, __fmaf_rn(p.y, q.y, sum));
+            }
+        }
+    }
+    return warp_sum(sum);
+}
+
 /// hidden · weightᵀ of a row and a class, for all lanes of a warp. `largest`: bits of the row's largest number.
 template <class Problem, class Params>
 __device__ __forceinline__ float product_of_class(const Params& p, int row, int column, unsigned largest) {
     const Bf16* const hidden = static_cast<const Bf16*>(p.hidden) + static_cast<long long>(row) * Problem::hidden_size;
-    const ClassNumbers<Problem> weight(p.weight, column);
-    const RowCodes<Problem> of_hidden(largest, p.hidden_scale);
-    const RowCodes<Problem> of_weight(weight.largest(), p.weight_scale);
-    return fp8::product_of(product_of_codes<Problem>(hidden, of_hidden, weight, of_weight), of_hidden.scale, of_weight.scale);
+    if constexpr (has_given_codes<Problem>()) {
+        const unsigned char* const codes =
+            static_cast<const unsigned char*>(p.weight) + static_cast<long long>(column) * Problem::hidden_size;
+        const RowCodes<Problem> of_hidden(largest, 0.f);
+        return fp8::product_of(product_of_codes<Problem>(hidden, of_hidden, codes), of_hidden.scale, p.class_scales[column]);
+    } else {
+        const ClassNumbers<Problem> weight(p.weight, column);
+        const RowCodes<Problem> of_hidden(largest, p.hidden_scale);
+        const RowCodes<Problem> of_weight(weight.largest(), p.weight_scale);
+        return fp8::product_of(product_of_codes<Problem>(hidden, of_hidden, weight, of_weight), of_hidden.scale, of_weight.scale);
+    }
 }
 /// The logit of a product.
 template <class Problem, class Params>
@@ -63,8 +94,8 @@ __device__ __forceinline__ float logit_of_product(const Params& p, float product
     return logit;
 }
 
-template <class Problem>
-__device__ __forceinline__ void fp8_targets(const Fp8TargetsParams& p) {
+template <class Problem, class Params>
+__device__ __forceinline__ void fp8_targets(const Params& p) {
     const int row = row_of_warp();
     if (row >= p.rows) return;
     const int target = load_target<Problem>(p.targets, p.temperature, row);
@@ -212,17 +243,51 @@ __device__ __forceinline__ void store_eight(float* to, const float (&x)[8]) {
     *reinterpret_cast<float4*>(to + 4) = make_float4(x[4], x[5], x[6], x[7]);
 }
 
-/// A warp has a row. Of a shard it is a part, to which a target that another shard has adds nothing.
+/// A target's row of the weight: words of eight numbers, which are pairs. Not `here`: words are 0, and so are numbers.
+template <class Problem, class Params>
+struct TargetRow {
+    using Words = unsigned[4];
+    ClassNumbers<Problem> numbers;
+
+    __device__ __forceinline__ TargetRow(const Params& p, int target, bool here) : numbers(p.weight, here ? target : 0) {}
+    __device__ __forceinline__ void load(int k, Words& words) const { numbers.load(k, words); }
+    __device__ __forceinline__ float first(const Words& words, int i) const { return Numeric<Bf16>::first(words[i]); }
+    __device__ __forceinline__ float second(const Words& words, int i) const { return Numeric<Bf16>::second(words[i]); }
+};
 template <class Problem>
-__device__ __forceinline__ void fp8_finish(const Fp8FinishParams& p) {
-    using N = Numeric<Bf16>;
+struct TargetRow<Problem, Fp8FinishOfCodesParams> {
+    using Words = unsigned[2];
+    const unsigned char* codes;
+    float scale;
+
+    __device__ __forceinline__ TargetRow(const Fp8FinishOfCodesParams& p, int target, bool here)
+        : codes(static_cast<const unsigned char*>(p.weight) + static_cast<long long>(here ? target : 0) * Problem::hidden_size),
+          scale(here ? p.class_scales[target] : 0.f) {}
+    __device__ __forceinline__ void load(int k, Words& words) const {
+        const uint2 both = __ldg(reinterpret_cast<const uint2*>(codes + k));
+        words[0] = both.x;
+        words[1] = both.y;
+    }
+    __device__ __forceinline__ float first(const Words& words, int i) const { return pair(words, i).x * scale; }
+    __device__ __forceinline__ float second(const Words& words, int i) const { return pair(words, i).y * scale; }
+
+private:
+    __device__ __forceinline__ float2 pair(const Words& words, int i) const {
+        return unpack_fp8<false>(words[i / 2] >> i % 2 * 16 & 0xffffu);
+    }
+};
+
+/// A warp has a row. Of a shard it is a part, to which a target that another shard has adds nothing.
+template <class Problem, class Params>
+__device__ __forceinline__ void fp8_finish(const Params& p) {
     const int row = row_of_warp();
     if (row >= p.rows) return;
     const int target = static_cast<const RowTarget*>(p.row_targets)[row].target;
     const bool here = has_class<Problem>(target);
     const float dz = p.target_dz[row];
     const long long at = static_cast<long long>(row) * Problem::hidden_size;
-    const ClassNumbers<Problem> weight(p.weight, here ? target : 0);
+    using Row = TargetRow<Problem, Params>;
+    const Row weight(p, target, here);
     // A target's row is rounded as all others are: a difference would be a class's in every step.
     const float factor = fp8_factor(*p.largest);
     const float dz_of_code = dz * __frcp_rn(factor);
@@ -236,12 +301,12 @@ __device__ __forceinline__ void fp8_finish(const Fp8FinishParams& p) {
                 take(p.row_smoothing[row], p.weight_sum + k + 4, second);
             }
             const float sums[8] = {first.x, first.y, first.z, first.w, second.x, second.y, second.z, second.w};
-            unsigned w[4] = {0u, 0u, 0u, 0u};
+            typename Row::Words w = {};
             if (here) weight.load(k, w);
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                out[2 * i] = __fmaf_rn(dz_of_code, fp8::rounded_to_e4m3(N::first(w[i]) * factor), sums[2 * i]);
-                out[2 * i + 1] = __fmaf_rn(dz_of_code, fp8::rounded_to_e4m3(N::second(w[i]) * factor), sums[2 * i + 1]);
+                out[2 * i] = __fmaf_rn(dz_of_code, fp8::rounded_to_e4m3(weight.first(w, i) * factor), sums[2 * i]);
+                out[2 * i + 1] = __fmaf_rn(dz_of_code, fp8::rounded_to_e4m3(weight.second(w, i) * factor), sums[2 * i + 1]);
             }
         }
         store_eight(static_cast<GradHiddenOf<Problem>*>(p.grad_hidden) + at + k, out);

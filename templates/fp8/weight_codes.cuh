@@ -1,7 +1,8 @@
-// Codes of the weight, whose classes are rows, or columns where it is hidden_major: rows of D then, whose classes follow each other.
+// Codes of the weight, whose classes are rows, or columns where it is hidden_major: rows of D then, whose classes follow each other. One
+// that is codes already goes by given_codes.cuh.
 #pragma once
 
-#include "flce/fp8/codes.cuh"
+#include "flce/fp8/given_codes.cuh"
 
 namespace flce {
 
@@ -236,7 +237,9 @@ __device__ __forceinline__ void fp8_scales(const Fp8CodesParams& p) {
 }
 template <class Problem>
 __device__ __forceinline__ void fp8_turn_weight(const Fp8TurnParams& p) {
-    if constexpr (Problem::hidden_major) {
+    if constexpr (has_given_codes<Problem>()) {
+        turn_rows<Problem, TurnedCodes<Problem>, false>(p);
+    } else if constexpr (Problem::hidden_major) {
         turn_columns<Problem, false>(p);
     } else {
         fp8_turn<Problem, false, false>(p);

@@ -38,6 +38,7 @@ TEST(Fp8Path, OtherSpecs_AreRefusedByName) {
     for (const OwnPath& gpu : kOwnPaths) {
         const auto reason = [&](const char* text) { return reason_on(gpu.path, gpu.device, text, gpu.device); };
         EXPECT_EQ(reason("D=64,V=1000,fp8"), "");
+        EXPECT_EQ(reason("D=64,V=1000,fp8=e4m3,weight_dtype=e4m3"), "");
         EXPECT_NE(reason("D=64,V=1000,fp8,dtype=fp16").find("dtype=fp16"), std::string::npos);
         EXPECT_NE(reason("D=64,V=1000").find("for specs with fp8"), std::string::npos);
         EXPECT_NE(reason("D=64,V=1000,fp8,outputs=loss+top1").find("outputs"), std::string::npos);

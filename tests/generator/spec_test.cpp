@@ -398,7 +398,11 @@ TEST(Spec, Fp8_RefusesByNameWhatItHasNoArithmeticFor) {
         {"fp8_dlogits=e4m3", {"fp8_dlogits", "no fp8"}},
         {"fp8_dlogits", {"fp8_dlogits has no value"}},
         {"fp8,weight_dtype=fp32", {"weight_dtype", "fp32", "leave fp8 out"}},
-        {"fp8,weight_dtype=e4m3", {"weight_dtype", "e4m3", "leave fp8 out"}},
+        {"fp8,weight_dtype=e4m3", {"fp8 = int8", "e4m3", "flce.Fp8('e4m3')"}},
+        {"fp8=e4m3,weight_dtype=nvfp4", {"weight_dtype = nvfp4", "a scale a row", "leave fp8 out"}},
+        {"fp8=e4m3,weight_dtype=e4m3,weight_block=128", {"weight_block = 128", "0 (a scale a row)", "leave fp8 out"}},
+        {"fp8=e4m3,weight_dtype=e4m3,fp8_hidden_scale=1,fp8_weight_scale=1", {"fp8_weight_scale", "whose scales are given"}},
+        {"fp8=e4m3,weight_dtype=e4m3,tied", {"tied", "frozen"}},
         {"fp8,teacher_hidden_size=64", {"teacher_hidden_size", "leave fp8 out"}},
         {"fp8,teacher_top_k=4", {"teacher_top_k", "leave fp8 out"}},
         {"fp8,top_k=4", {"top_k", "leave fp8 out"}},
@@ -416,6 +420,15 @@ TEST(Spec, Fp8_RefusesByNameWhatItHasNoArithmeticFor) {
                              "D=64,V=50,fp8,class_weight,label_smoothing=0.1", "D=64,V=50,fp8,layout=hidden_major,bias"}) {
         EXPECT_NO_THROW((void)parse_spec(text)) << text;
     }
+}
+
+TEST(Spec, Fp8_OfCodesWithAScaleARow) {
+    const Spec spec = parse_spec("D=64,V=50,fp8=e4m3,weight_dtype=e4m3,label_smoothing=0.1,class_weight,bias,outputs=loss+entropy");
+    EXPECT_TRUE(is_fp8(spec) && is_quantized(spec));
+    EXPECT_FALSE(rounds_weight(spec)) << "the logits are products of the codes themselves";
+    EXPECT_EQ(parse_spec(spec.text()), spec);
+    EXPECT_EQ(parse_spec(spec.json()), spec);
+    EXPECT_THAT(spec.text(), AllOf(HasSubstr("weight_dtype=e4m3"), HasSubstr("fp8=e4m3")));
 }
 
 TEST(SpecHash, EveryField_ChangesIt) {

@@ -305,6 +305,20 @@ Spec random_fp8_spec(Draw& draw, std::uint64_t seed) {
     return s.normalized();
 }
 
+/// A random spec of an FP8 head with a weight of codes.
+Spec random_spec_of_codes(Draw& draw, std::uint64_t seed) {
+    Spec s = random_fp8_spec(draw, seed);
+    s.hidden_size = 16 * (1 + draw.below(10));
+    s.layout = WeightLayout::vocab_major;
+    if (s.dtype == DType::fp32) s.dtype = s.grad_weight_dtype = DType::bf16;
+    s.tied = false;
+    s.grad_weight_mode = GradMode::write;
+    s.fp8 = Fp8Operands::e4m3;
+    s.fp8_hidden_scale = s.fp8_weight_scale = 0;
+    s.weight_format = WeightFormat::e4m3;
+    return s.normalized();
+}
+
 class RandomFp8Specs : public testing::TestWithParam<std::tuple<PlanPath, std::uint64_t>> {};
 
 TEST_P(RandomFp8Specs, AreWithinTheirBounds) {
@@ -318,10 +332,97 @@ TEST_P(RandomFp8Specs, AreWithinTheirBounds) {
     }
 }
 
+TEST_P(RandomFp8Specs, OfCodes_AreWithinTheirBounds) {
+    const auto [path, part] = GetParam();
+    FLCE_REQUIRE_TARGET(target_of(path));
+    for (std::uint64_t seed = 100 * part; seed < 100 * part + (kSanitized || level() == Level::quick ? 2 : 12); ++seed) {
+        Draw draw(8000 + seed);
+        const Spec spec = random_spec_of_codes(draw, seed);
+        if (!has(path, spec)) continue;  // refused by name
+        EXPECT_TRUE(run_and_judge(kernel_of(path, spec), make_problem(spec, random_options(draw, spec.token_weight, seed)))) << seed;
+    }
+}
+
 INSTANTIATE_TEST_SUITE_P(Cpu, RandomFp8Specs, testing::Combine(testing::Values(PlanPath::cpu), testing::Range<std::uint64_t>(0, 4)));
 INSTANTIATE_TEST_SUITE_P(Gpu, RandomFp8Specs,
                          testing::Combine(testing::Values(PlanPath::cuda_fp8, PlanPath::cuda_fp8_sm89),
                                           testing::Range<std::uint64_t>(0, 4)));
+
+/// Codes of a frozen weight, of a dtype beside them.
+class Fp8Codes : public testing::TestWithParam<std::tuple<PlanPath, DType, Fp8Dlogits>> {
+protected:
+    void SetUp() override {
+        FLCE_REQUIRE_TARGET(target_of(path()));
+        if (!has(path(), spec(64, 64))) GTEST_SKIP() << to_string(path()) << " of this GPU has no plan of " << spec(64, 64).text();
+    }
+    static PlanPath path() { return std::get<0>(GetParam()); }
+    static Spec spec(std::int64_t hidden_size, std::int64_t vocab_size) {
+        Spec s{.hidden_size = hidden_size, .vocab_size = vocab_size, .dtype = std::get<1>(GetParam())};
+        s.grad_weight_dtype = s.dtype;
+        s.weight_format = WeightFormat::e4m3;
+        s.fp8 = Fp8Operands::e4m3;
+        s.fp8_dlogits = std::get<2>(GetParam());
+        return s;
+    }
+    static void expect_right(const Problem& problem) { EXPECT_TRUE(run_and_judge(kernel_of(path(), problem.spec), problem)); }
+};
+
+TEST_P(Fp8Codes, EveryOption_IsWithinItsBounds) {
+    for (const OptionSet& set : fp8_options()) {
+        Spec s = spec(96, 300);
+        set.apply(s);
+        if (s.layout != WeightLayout::vocab_major) continue;
+        s.tied = false;
+        s.grad_weight_mode = GradMode::write;
+        s.grad_weight_dtype = s.dtype;
+        s.fp8_hidden_scale = s.fp8_weight_scale = 0;
+        if (!has(path(), s.normalized())) continue;  // refused by name
+        SCOPED_TRACE(set.name);
+        const Reduction reduction = s.token_weight ? Reduction::weighted_mean : Reduction::mean;
+        expect_right(make_problem(s, {.num_tokens = 70, .reduction = reduction, .seed = 3}));
+    }
+}
+
+TEST_P(Fp8Codes, RaggedShapes_AreWithinTheirBounds) {
+    const std::tuple<std::int64_t, std::int64_t, std::int64_t> shapes[] = {{1, 16, 2},    {1, 64, 1000},   {3, 32, 17},
+                                                                           {129, 16, 33}, {130, 48, 1157}, {257, 272, 515}};
+    for (const auto& [n, d, v] : shapes) expect_right(make_problem(spec(d, v), {.num_tokens = n, .reduction = Reduction::sum, .seed = 5}));
+}
+
+// Scales that have nothing to do with the largest code of a row, or are negative; rows of zeros beside them, and codes of NaN.
+TEST_P(Fp8Codes, ScalesOfAnyKind_AreTheRowsOwn) {
+    const auto set = [](Problem& p, const auto& change) {
+        for (std::size_t j = 0; j < p.codes.scales.size(); ++j) change(j, p.codes.scales[j]);
+        p.unrounded_weight = dequantized(p.spec, p.codes);
+    };
+    Problem p = make_problem(spec(64, 200), {.num_tokens = 50, .seed = 21});
+    std::fill_n(p.codes.codes.begin() + 7 * 64, 64, std::byte{0x80});
+    set(p, [](std::size_t j, float& scale) { scale *= j % 3 == 0 ? -1.F : j % 3 == 1 ? 0.25F : 1.F; });
+    p.codes.scales[7] = 1e30F;
+    expect_right(p);
+    set(p, [](std::size_t, float& scale) { scale = 2e-4F; });
+    expect_right(p);
+    set(p, [](std::size_t, float& scale) { scale = 0; });
+    expect_right(p);
+    Problem none = make_problem(spec(64, 200), {.num_tokens = 50, .ignored = Ignored::some, .seed = 13});
+    none.codes.codes[30 * 64 + 1] = std::byte{0xff};
+    none.unrounded_weight = dequantized(none.spec, none.codes);
+    expect_right(none);
+}
+
+std::string name_of_codes(const testing::TestParamInfo<std::tuple<PlanPath, DType, Fp8Dlogits>>& info) {
+    const auto& [path, dtype, dlogits] = info.param;
+    return (path == PlanPath::cpu ? "" : std::string(to_string(path)) + "_") + std::string(to_string(dtype)) + "_" +
+           std::string(to_string(dlogits));
+}
+INSTANTIATE_TEST_SUITE_P(Cpu, Fp8Codes,
+                         testing::Combine(testing::Values(PlanPath::cpu), testing::Values(DType::bf16, DType::fp16),
+                                          testing::Values(Fp8Dlogits::e5m2, Fp8Dlogits::e4m3)),
+                         name_of_codes);
+INSTANTIATE_TEST_SUITE_P(Gpu, Fp8Codes,
+                         testing::Combine(testing::Values(PlanPath::cuda_fp8, PlanPath::cuda_fp8_sm89), testing::Values(DType::bf16),
+                                          testing::Values(Fp8Dlogits::e5m2, Fp8Dlogits::e4m3)),
+                         name_of_codes);
 
 class RandomFp8Shards : public testing::TestWithParam<std::tuple<PlanPath, std::uint64_t>> {};
 
@@ -330,7 +431,7 @@ TEST_P(RandomFp8Shards, AreWithinTheirBounds) {
     FLCE_REQUIRE_TARGET(target_of(path));
     for (std::uint64_t seed = 100 * part; seed < 100 * part + (kSanitized || level() == Level::quick ? 2 : 12); ++seed) {
         Draw draw(5000 + seed);
-        Spec whole = random_fp8_spec(draw, seed);
+        Spec whole = seed % 5 == 4 ? random_spec_of_codes(draw, seed) : random_fp8_spec(draw, seed);
         whole.padded_vocab_size = whole.vocab_size;
         const bool hidden_major = whole.layout == WeightLayout::hidden_major;  // such shards have as many columns as the spec says
         std::vector<std::int64_t> rows = random_rows(draw, whole.vocab_size, hidden_major);

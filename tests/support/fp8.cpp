@@ -7,6 +7,7 @@
 
 #include "tests/support/fp8_formats.hpp"
 #include "tests/support/number_formats.hpp"
+#include "tests/support/quantized.hpp"
 
 namespace flce::test {
 namespace {
@@ -41,6 +42,32 @@ Codes codes_of(const Spec& spec, double given, const float* row) {
             spec.fp8 == Fp8Operands::int8 ? std::clamp(std::nearbyint(double(scaled)), -127.0, 127.0) : nearest(kE4m3, double(scaled));
     }
     return result;
+}
+
+/// A row of a weight of codes.
+Codes codes_of_row(const Problem& problem, std::int64_t row) {
+    Codes result;
+    result.scale = problem.codes.scales[static_cast<std::size_t>(row)];
+    const std::byte* const codes = &problem.codes.codes[static_cast<std::size_t>(row * problem.spec.hidden_size)];
+    for (std::int64_t k = 0; k < problem.spec.hidden_size; ++k) {
+        result.codes.push_back(double(from_e4m3(std::to_integer<std::uint8_t>(codes[k]))));
+    }
+    return result;
+}
+Codes codes_of_weight(const Problem& problem, std::int64_t row) {
+    if (is_quantized(problem.spec)) return codes_of_row(problem, row);
+    return codes_of(problem.spec, problem.spec.fp8_weight_scale, &problem.weight[static_cast<std::size_t>(row * problem.spec.hidden_size)]);
+}
+
+/// The layer, with numbers of codes as they are, not rounded to the dtype.
+Layer<float> layer_of_numbers(const Problem& problem) {
+    Layer<float> layer = layer_of(problem);
+    if (is_quantized(problem.spec)) layer.weight = problem.unrounded_weight.data();
+    return layer;
+}
+
+void append(const Codes& of, std::vector<double>& numbers) {
+    for (const double code : of.codes) numbers.push_back(code * double(of.scale));
 }
 
 /// A sum in fp32 of products of label smoothing, and how far off one may be.
@@ -85,7 +112,7 @@ public:
     TruthMaker(const Problem& problem, const std::vector<float>& lse, const std::vector<float>& logprobs,
                const std::vector<double>& entropy, const Fp8Tolerance& tolerance, const Fp8Shards& shards)
         : problem_(problem),
-          layer_(layer_of(problem)),
+          layer_(layer_of_numbers(problem)),
           spec_(problem.spec),
           lse_(lse),
           logprobs_(logprobs),
@@ -103,7 +130,7 @@ public:
         const std::int64_t n = problem_.num_tokens();
         const std::int64_t v = spec_.vocab_size;
         for (std::int64_t j = 0; j < v; ++j) {
-            weight_.push_back(codes_of(spec_, spec_.fp8_weight_scale, layer_.weight + j * spec_.hidden_size));
+            weight_.push_back(codes_of_weight(problem_, j));
             classes_ += layer_.class_weight_of(j);
         }
         rows_.resize(static_cast<std::size_t>(n));
@@ -427,11 +454,16 @@ Fp8Tolerance fp8_tolerance(bool on_gpu) {
 }
 
 std::vector<double> dequantised_rows(const Spec& spec, double given, const std::vector<float>& rows) {
-    std::vector<double> numbers(rows.size());
+    std::vector<double> numbers;
     for (std::size_t first = 0; first < rows.size(); first += static_cast<std::size_t>(spec.hidden_size)) {
-        const Codes codes = codes_of(spec, given, &rows[first]);
-        for (std::size_t k = 0; k < codes.codes.size(); ++k) numbers[first + k] = codes.codes[k] * double(codes.scale);
+        append(codes_of(spec, given, &rows[first]), numbers);
     }
+    return numbers;
+}
+
+std::vector<double> dequantised_weight(const Problem& problem) {
+    std::vector<double> numbers;
+    for (std::int64_t j = 0; j < problem.spec.vocab_size; ++j) append(codes_of_weight(problem, j), numbers);
     return numbers;
 }
 

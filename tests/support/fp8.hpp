@@ -30,6 +30,9 @@ struct Fp8Shards {
 /// A row of numbers as the logits' operands have it: codes times the row's scale. `given`: the spec's scale of the operand, or 0.
 [[nodiscard]] std::vector<double> dequantised_rows(const Spec& spec, double given, const std::vector<float>& rows);
 
+/// The weight as the logits' operands have it, [V, D].
+[[nodiscard]] std::vector<double> dequantised_weight(const Problem& problem);
+
 /// Gradients, and for each number the most that a right kernel's differs by. Codes near a tie may be either one.
 struct Fp8Truth {
     std::vector<double> grad_hidden, grad_weight, grad_bias;

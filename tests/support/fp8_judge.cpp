@@ -44,8 +44,9 @@ struct Dequantised {
     explicit Dequantised(const Problem& given)
         : problem(given),
           hidden(dequantised_rows(given.spec, given.spec.fp8_hidden_scale, given.hidden)),
-          weight(dequantised_rows(given.spec, given.spec.fp8_weight_scale, given.weight)),
+          weight(dequantised_weight(given)),
           bias(given.bias.begin(), given.bias.end()) {
+        problem.spec.weight_format = WeightFormat::numbers;
         problem.spec.fp8 = Fp8Operands::none;
         problem.spec.fp8_dlogits = Fp8Dlogits::e5m2;
         problem.spec.fp8_hidden_scale = problem.spec.fp8_weight_scale = 0;

@@ -215,7 +215,7 @@ Problem make_problem(const Spec& spec, const ProblemOptions& options) {
     p.options = options;
     p.target = make_targets(p.spec, options);
     p.weight = make_weight(p.spec, options);
-    if (rounds_weight(p.spec)) {
+    if (rounds_weight(p.spec) || is_quantized(p.spec)) {
         p.unrounded_weight = std::move(p.weight);
         if (is_quantized(p.spec)) {
             p.codes = quantized(p.spec, p.unrounded_weight);

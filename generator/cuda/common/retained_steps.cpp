@@ -106,7 +106,7 @@ SmoothingTerms retained_smoothing(const BackwardPass& pass, const RetainedPlaces
     return {retained_at(places.layout.row_smoothing), places.layout.columns, SmoothingSums(pass.spec, places.smoothing)};
 }
 
-std::vector<Statement> smoothing_steps(const BackwardPass& pass, const SmoothingTerms& terms, bool of_bias) {
+LaunchBuilder<SmoothingSumsParams> smoothing_sums_launch(const BackwardPass& pass, const SmoothingTerms& terms) {
     const SmoothingSums& at = terms.sums;
     LaunchBuilder<SmoothingSumsParams> sums(pass.source.kernel(KernelRole::smoothing_sums), 2 * kSmoothingParts);
     sums.set(&SmoothingSumsParams::weight, slot(Slot::weight))
@@ -118,6 +118,11 @@ std::vector<Statement> smoothing_steps(const BackwardPass& pass, const Smoothing
         .set_list(&SmoothingSumsParams::list, pass.list, 0)
         .set(&SmoothingSumsParams::columns, terms.columns)
         .set(&SmoothingSumsParams::rows, slot(Slot::num_tokens));
+    return sums;
+}
+
+Statement smoothing_totals_step(const BackwardPass& pass, const SmoothingTerms& terms, bool of_bias) {
+    const SmoothingSums& at = terms.sums;
     LaunchBuilder<SmoothingTotalsParams> totals(pass.source.kernel(KernelRole::smoothing_totals),
                                                 2 * ((pass.spec.hidden_size + 31) / 32) + (of_bias ? 1 : 0));
     totals.set(&SmoothingTotalsParams::weight_sums, at.weight_sums)
@@ -130,7 +135,11 @@ std::vector<Statement> smoothing_steps(const BackwardPass& pass, const Smoothing
             .set_list(&SmoothingTotalsParams::list, pass.list, 0)
             .set(&SmoothingTotalsParams::rows, slot(Slot::num_tokens));
     }
-    return {sums.build(), totals.build()};
+    return totals.build();
+}
+
+std::vector<Statement> smoothing_steps(const BackwardPass& pass, const SmoothingTerms& terms, bool of_bias) {
+    return {smoothing_sums_launch(pass, terms).build(), smoothing_totals_step(pass, terms, of_bias)};
 }
 
 Statement retained_bias_launch(const BackwardPass& pass, const RetainedLayout& retained) {

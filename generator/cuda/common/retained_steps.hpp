@@ -66,7 +66,11 @@ struct SmoothingTerms {
     Expr columns;        ///< classes that lack their terms, the first ones
     SmoothingSums sums;
 };
-/// Adds up label smoothing's terms, which grad_hidden and grad_weight of exponentials lack. `of_bias`: those that grad_bias lacks as well.
+/// Adds up label smoothing's terms of stretches, which grad_hidden and grad_weight of exponentials lack.
+[[nodiscard]] LaunchBuilder<SmoothingSumsParams> smoothing_sums_launch(const BackwardPass& pass, const SmoothingTerms& terms);
+/// Adds the stretches up. `of_bias`: terms that grad_bias lacks as well.
+[[nodiscard]] Statement smoothing_totals_step(const BackwardPass& pass, const SmoothingTerms& terms, bool of_bias);
+/// Both steps.
 [[nodiscard]] std::vector<Statement> smoothing_steps(const BackwardPass& pass, const SmoothingTerms& terms, bool of_bias);
 /// The terms that products of retained exponentials lack.
 [[nodiscard]] SmoothingTerms retained_smoothing(const BackwardPass& pass, const RetainedPlaces& places);

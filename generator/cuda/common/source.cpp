@@ -89,6 +89,7 @@ std::string problem_struct(const Spec& spec, const Plan& plan, const KernelFamil
         text += fmt::format("    enum : bool {{ int8_logits = {} }};\n", spec.fp8 == Fp8Operands::int8);
         text += fmt::format("    enum : bool {{ e5m2_dlogits = {} }};\n", spec.fp8_dlogits == Fp8Dlogits::e5m2);
         if (has_fp8_scales(spec)) text += "    enum : bool { given_scales = true };\n";
+        if (!turns_exponentials(spec)) text += "    enum : bool { turns_exponentials = false };\n";
     }
     if (has_teacher_head(spec)) {
         text += "    enum : bool { divergence = true };\n";
@@ -113,6 +114,8 @@ bool sees_logits(KernelRole role) {
 }
 
 }  // namespace
+
+bool turns_exponentials(const Spec& spec) { return !is_quantized(spec) || spec.bias; }
 
 bool zeroes_columns(const Spec& spec) {
     const bool may_have_some = is_shard(spec) || spec.padded_vocab_size > spec.vocab_size;

@@ -31,6 +31,9 @@ private:
     std::array<int, kKernelRoleCount> numbers_{};  ///< numbers of the roles' kernels, counted from 1; 0: the set has none
 };
 
+/// Whether an FP8 head's exponentials are read by classes: a gradient of the weight or of a bias is made of them.
+[[nodiscard]] bool turns_exponentials(const Spec& spec);
+
 /// A kernel over tiles, by its names in the path's templates.
 struct GemmKernel {
     KernelRole role{};

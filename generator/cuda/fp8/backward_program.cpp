@@ -100,6 +100,18 @@ Statement scales_step(const BackwardPassFp8& pass) {
                           .factors = workspace_at(layout.class_factors) + first * 4});
 }
 
+/// Scales of a weight of codes, and its largest number, which forward has not looked for.
+Statement given_scales_step(const BackwardPassFp8& pass) {
+    return given_scales_launch(pass.source,
+                               {.from = slot(Slot::weight),
+                                .rows = pass.columns,
+                                .codes = 0,
+                                .scales = workspace_at(pass.layout.class_scales),
+                                .given_scale = Slot::fp8_weight_scale,
+                                .largest = select(present(Slot::grad_hidden), workspace_at(pass.layout.largest), 0)},
+                               0);
+}
+
 /// A product of codes [a.rows, b.rows], and where its result lies.
 struct Product {
     MappedMatrix a;
@@ -161,6 +173,20 @@ Statement both_codes_launch(const BackwardPassFp8& pass, const Columns& of, cons
                                                {weight_row_at(pass.spec, of.first), of.count, turned, of.pitch, pass.weight_largest});
     launch.set(&Params::row_codes, places.weight_codes).set(&Params::row_factors, workspace_at(pass.layout.class_factors) + of.first * 4);
     return launch.build();
+}
+
+/// The weight's columns turned over to `codes`, of rows of `width` positions.
+Statement turn_weight_step(const BackwardPassFp8& pass, const Columns& of, const Expr& codes, const Expr& width) {
+    LaunchBuilder<Fp8TurnParams> turn = turn_launch(pass.spec, pass.source, KernelRole::fp8_turn_weight,
+                                                    {weight_row_at(pass.spec, of.first), of.count, codes, width, pass.weight_largest});
+    if (is_quantized(pass.spec)) turn.set(&Fp8TurnParams::factors, workspace_at(pass.layout.class_scales) + of.first * 4);
+    return turn.build();
+}
+
+/// Makes what logits of a chunk and grad_hidden read of the weight.
+Statement chunk_weight_step(const BackwardPassFp8& pass, const Columns& of, const ChunkPlaces& places) {
+    if (!is_quantized(pass.spec)) return both_codes_launch(pass, of, places);
+    return {If{present(Slot::grad_hidden), {turn_weight_step(pass, of, places.turned_weight, of.pitch)}}};
 }
 
 /// grad_hidden's sum over columns whose weight has been turned over.
@@ -248,10 +274,10 @@ Statement retained_steps(const BackwardPassFp8& pass) {
     const Expr first = variable(kChunkLoop) * layout.kept.width;
     const Columns chunk{first, min(retained.columns - first, layout.kept.width), exponentials + first, retained.pitch, 0};
     const Expr& turned_weight = layout.kept_places.turned_weight;
-    LaunchBuilder<Fp8TurnParams> turn =
-        turn_launch(pass.spec, pass.source, KernelRole::fp8_turn_weight,
-                    {weight_row_at(pass.spec, first), chunk.count, turned_weight, layout.kept.width, pass.weight_largest});
-    Statement hidden{Loop{kChunkLoop, layout.kept.count, {turn.build(), hidden_step(pass, chunk, turned_weight, layout.kept.width)}}};
+    Statement hidden{Loop{
+        kChunkLoop,
+        layout.kept.count,
+        {turn_weight_step(pass, chunk, turned_weight, layout.kept.width), hidden_step(pass, chunk, turned_weight, layout.kept.width)}}};
     // grad_hidden first: what it reads, exponentials or the weight turned over, may lie where grad_weight will.
     std::vector<Statement> steps = {{If{present(Slot::grad_hidden), {std::move(hidden)}}}};
     for (Statement& step : unless_left(pass, retained_weight_steps(pass))) steps.push_back(std::move(step));
@@ -267,7 +293,7 @@ std::vector<Statement> logits_again(const BackwardPassFp8& pass, const Columns& 
     at.columns = at.stored = chunk.count;
     at.hidden_codes = workspace_at(layout.hidden_codes);
     at.row_scales = workspace_at(layout.row_scales);
-    at.weight_codes = places.weight_codes;
+    at.weight_codes = is_quantized(spec) ? weight_row_at(spec, chunk.first) : places.weight_codes;
     at.column_scales = workspace_at(layout.class_scales) + chunk.first * 4;
     at.powers = workspace_at(layout.powers);
     at.exponentials = chunk.exponentials;
@@ -282,7 +308,7 @@ std::vector<Statement> logits_again(const BackwardPassFp8& pass, const Columns& 
         .set(&ForwardParams::rows, pass.tokens())
         .set_transform(&ForwardParams::transform, spec);
     if (pass.smooths) launch.set(&ForwardParams::class_weight, slot(Slot::class_weight));
-    return {both_codes_launch(pass, chunk, places), logits_launch(pass.gemms, spec, std::move(launch), at)};
+    return {chunk_weight_step(pass, chunk, places), logits_launch(pass.gemms, spec, std::move(launch), at)};
 }
 
 /// Gradients of columns whose logits are made again, chunk by chunk.
@@ -310,7 +336,10 @@ Statement finish_step(const BackwardPassFp8& pass) {
     if (pass.smooths) {
         launch.set(&Params::row_smoothing, workspace_at(layout.row_smoothing)).set(&Params::weight_sum, pass.smoothing.weight_sum);
     }
-    return {If{present(Slot::grad_hidden), {launch.build()}}};
+    if (!is_quantized(pass.spec)) return {If{present(Slot::grad_hidden), {launch.build()}}};
+    LaunchBuilder<Fp8FinishOfCodesParams> of_codes(std::move(launch));
+    of_codes.set(&Fp8FinishOfCodesParams::class_scales, slot(Slot::weight_scale));
+    return {If{present(Slot::grad_hidden), {of_codes.build()}}};
 }
 
 /// The targets' elements of grad_weight and grad_bias.
@@ -333,6 +362,15 @@ Statement target_rows_step(const BackwardPassFp8& pass) {
     return {If{present(Slot::grad_weight) || present(Slot::grad_bias), {order.build(), rows.build()}}};
 }
 
+/// Label smoothing's sums.
+std::vector<Statement> smoothing_of(const BackwardPassFp8& pass, const SmoothingTerms& terms) {
+    if (!is_quantized(pass.spec)) return smoothing_steps(pass, terms, pass.spec.bias);
+    using Params = SmoothingSumsOfCodesParams;
+    LaunchBuilder<Params> sums(smoothing_sums_launch(pass, terms));
+    sums.set(&Params::class_scales, slot(Slot::weight_scale));
+    return {sums.build(), smoothing_totals_step(pass, terms, pass.spec.bias)};
+}
+
 /// Everything of a call that has tokens, classes and gradients, but for what is left for the second stage.
 std::vector<Statement> gradient_steps(const BackwardPassFp8& pass) {
     const BackwardLayoutFp8& layout = pass.layout;
@@ -341,12 +379,15 @@ std::vector<Statement> gradient_steps(const BackwardPassFp8& pass) {
     steps.push_back(rows_launch(pass));
     if (pass.smooths) {
         const SmoothingTerms terms{workspace_at(layout.row_smoothing), pass.columns, pass.smoothing};
-        std::ranges::move(smoothing_steps(pass, terms, pass.spec.bias), std::back_inserter(steps));
+        std::ranges::move(smoothing_of(pass, terms), std::back_inserter(steps));
     }
     std::ranges::move(unless_left(pass, {turn_hidden_step(pass)}), std::back_inserter(steps));
+    if (is_quantized(pass.spec)) steps.push_back(given_scales_step(pass));
     steps.push_back(retained_steps(pass));
-    const Statement codes = hidden_codes_launch(pass.spec, pass.source, workspace_at(layout.hidden_codes), workspace_at(layout.row_scales));
-    steps.push_back({If{less(layout.retained.columns, pass.columns), {scales_step(pass), codes}}});
+    std::vector<Statement> of_again;
+    if (!is_quantized(pass.spec)) of_again.push_back(scales_step(pass));
+    of_again.push_back(hidden_codes_launch(pass.spec, pass.source, workspace_at(layout.hidden_codes), workspace_at(layout.row_scales)));
+    steps.push_back({If{less(layout.retained.columns, pass.columns), std::move(of_again)}});
     for (std::size_t i = 0; i < layout.again.size(); ++i) steps.push_back(chunks_loop(pass, layout.again[i], layout.again_places[i]));
     std::ranges::move(target_dz_steps(pass), std::back_inserter(steps));
     steps.push_back(finish_step(pass));

@@ -19,7 +19,7 @@ struct ForwardPassFp8 : ForwardPass {
     const Gemms& gemms;
     Expr retains;         ///< whether anything is retained
     Expr powers;          ///< address, and so are the next two
-    Expr weight_largest;  ///< 0: nobody asks
+    Expr weight_largest;  ///< 0: nobody asks, as of a weight of codes, whose forward reads no numbers
     Expr any_again;
 
     ForwardPassFp8(const Spec& spec, const Device& device, const Plan& plan, const CudaSource& source, const ForwardLayoutFp8& layout)
@@ -29,7 +29,7 @@ struct ForwardPassFp8 : ForwardPass {
           gemms(gemms_of(plan.path)),
           retains(less(0, layout.retained.columns)),
           powers(select(retains, retained_at(layout.retained.powers), workspace_at(layout.powers))),
-          weight_largest(select(retains, slot(Slot::retained), 0)),
+          weight_largest(is_quantized(spec) ? Expr(0) : select(retains, slot(Slot::retained), 0)),
           any_again(workspace_at(layout.largest) + static_cast<std::int64_t>(offsetof(Fp8Largest, again))) {
         splits = 1;
     }
@@ -40,7 +40,7 @@ std::vector<Statement> logits_steps(const ForwardPassFp8& pass, LogitsAt at, con
     const ForwardLayoutFp8& layout = pass.layout;
     at.hidden_codes = workspace_at(layout.hidden_codes);
     at.row_scales = workspace_at(layout.row_scales);
-    at.weight_codes = workspace_at(layout.weight_codes);
+    at.weight_codes = is_quantized(pass.spec) ? weight_row_at(pass.spec, at.first) : workspace_at(layout.weight_codes);
     at.column_scales = workspace_at(layout.column_scales);
     at.powers = pass.powers;
     at.sums = equal(at.again, 0);
@@ -54,7 +54,12 @@ std::vector<Statement> logits_steps(const ForwardPassFp8& pass, LogitsAt at, con
                         .factors = workspace_at(layout.column_factors)};
     LaunchBuilder<ForwardParams> launch =
         forward_launch(pass, KernelRole::forward, logits_grid(pass.gemms, pass.spec, pass.device, at.columns), 1);
-    std::vector<Statement> steps = weight_codes_steps(pass.spec, pass.source, codes);
+    std::vector<Statement> steps;
+    if (is_quantized(pass.spec)) {
+        steps.push_back(given_scales_launch(pass.source, codes, at.first));
+    } else {
+        steps = weight_codes_steps(pass.spec, pass.source, codes);
+    }
     steps.push_back(logits_launch(pass.gemms, pass.spec, std::move(launch), at));
     return steps;
 }

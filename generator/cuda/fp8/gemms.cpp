@@ -126,23 +126,24 @@ CudaSource source(const Spec& spec, const Device& device, const Plan& plan) {
     }
     writer.row_kernels();
     writer.rows(KernelRole::fp8_codes, "Fp8CodesParams");
-    writer.rows(KernelRole::fp8_scales, "Fp8CodesParams");
-    writer.rows(KernelRole::fp8_both_codes, "Fp8TurnParams");
+    const bool given_codes = is_quantized(spec);
+    writer.rows(KernelRole::fp8_scales, given_codes ? "Fp8GivenScalesParams" : "Fp8CodesParams");
+    if (!given_codes) writer.rows(KernelRole::fp8_both_codes, "Fp8TurnParams");
     writer.rows(KernelRole::fp8_turn_weight, "Fp8TurnParams");
     writer.rows(KernelRole::fp8_turn_hidden, "Fp8TurnParams");
-    writer.rows(KernelRole::fp8_targets, "Fp8TargetsParams");
+    writer.rows(KernelRole::fp8_targets, given_codes ? "Fp8TargetsOfCodesParams" : "Fp8TargetsParams");
     writer.rows(KernelRole::fp8_powers, "Fp8PowersParams");
     writer.rows(KernelRole::fp8_merge, "Fp8MergeParams");
     writer.rows(KernelRole::fp8_stale, "Fp8StaleParams");
     writer.rows(KernelRole::fp8_rows, "Fp8RowsParams");
     writer.rows(KernelRole::fp8_target_dz, "Fp8TargetDzParams");
-    writer.rows(KernelRole::fp8_finish, "Fp8FinishParams");
+    writer.rows(KernelRole::fp8_finish, given_codes ? "Fp8FinishOfCodesParams" : "Fp8FinishParams");
     writer.rows(KernelRole::fp8_order, "Fp8OrderParams");
     writer.rows(KernelRole::fp8_target_rows, "Fp8TargetRowsParams");
     if (zeroes_columns(spec)) writer.rows(KernelRole::zero_columns, "ZeroColumnsParams");
     if (spec.bias) writer.rows(KernelRole::fp8_bias, "Fp8BiasParams");
     if (spec.label_smoothing > 0) {
-        writer.rows(KernelRole::smoothing_sums, "SmoothingSumsParams");
+        writer.rows(KernelRole::smoothing_sums, given_codes ? "SmoothingSumsOfCodesParams" : "SmoothingSumsParams");
         writer.rows(KernelRole::smoothing_totals, "SmoothingTotalsParams");
     }
     return std::move(writer).finish();

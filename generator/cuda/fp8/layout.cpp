@@ -50,17 +50,26 @@ Expr whole_waves(const Spec& spec, const Device& device, const Gemms& gemms, con
     return select(less(width, kFp8Quantum), most, whole_quanta(width));
 }
 
+/// Bytes of a class's codes that are made; a weight of codes has them.
+std::int64_t made_codes_bytes(const Spec& spec) { return is_quantized(spec) ? 0 : code_pitch(spec); }
+
+/// Bytes of a class's exponentials by classes.
+Expr turned_bytes(const Spec& spec) { return turns_exponentials(spec) ? token_positions() : Expr(0); }
+
 /// Bytes of a chunk's column where logits are made again.
-Expr again_bytes(const Spec& spec) { return slot(Slot::num_tokens) + token_positions() + (code_pitch(spec) + spec.hidden_size); }
+Expr again_bytes(const Spec& spec) { return slot(Slot::num_tokens) + turned_bytes(spec) + (made_codes_bytes(spec) + spec.hidden_size); }
+
+/// Whether a gradient of the weight is written, whose memory may be lent.
+bool writes_gradient(const Spec& spec) { return spec.grad_weight_mode == GradMode::write && !is_hidden_major(spec) && !is_quantized(spec); }
 
 /// Places of a chunk of `width` columns from `begin` on, an address.
 ChunkPlaces chunk_places(const Spec& spec, const Expr& begin, const Expr& width) {
     Pieces pieces(begin);
     ChunkPlaces places;
     places.turned_weight = pieces.take(width * spec.hidden_size);
-    places.weight_codes = pieces.take(width * code_pitch(spec));
+    places.weight_codes = pieces.take(width * made_codes_bytes(spec));
     places.exponentials = pieces.take(width * slot(Slot::num_tokens));
-    places.turned = pieces.take(width * token_positions());
+    places.turned = pieces.take(width * turned_bytes(spec));
     return places;
 }
 
@@ -85,9 +94,9 @@ RetainedFp8 retained_layout(const Spec& spec, const Plan& plan) {
     r.exponentials = pieces.end();
     const Expr numbers = pieces.end();
     pieces.take(n * whole_pitch);
-    r.most = pieces.end() + token_positions() * columns;
+    r.most = pieces.end() + turned_bytes(spec) * columns;
     const Expr bytes = slot(Slot::retained_bytes);
-    const Expr column = max(n, 1) + token_positions();
+    const Expr column = max(n, 1) + turned_bytes(spec);
     const auto columns_in = [&](const Expr& memory, const Expr& of_column) {
         const Expr fitting = floor_div(max(memory - numbers - 2 * kWorkspaceAlignment, 0), of_column);
         return min(round_down(fitting, kFp8Quantum), round_down(columns, kFp8Quantum));
@@ -95,7 +104,7 @@ RetainedFp8 retained_layout(const Spec& spec, const Plan& plan) {
     const std::int64_t row_bytes = grad_row_bytes(spec);
     // A lent gradient's rows are written where exponentials by rows were, and before those by columns.
     const Expr of_lent = max(max(n, 1), row_bytes) + token_positions();
-    if (spec.grad_weight_mode == GradMode::write && !is_hidden_major(spec)) {
+    if (writes_gradient(spec)) {
         const Expr gradient = columns * row_bytes;
         r.lendable = select(less(0, n) && less(0, columns_in(gradient, of_lent)), gradient, 0);
         r.lent = slot(Slot::retained_in_grad_weight) && less(0, bytes);
@@ -128,14 +137,14 @@ ForwardLayoutFp8 forward_layout(const Spec& spec, const Plan& plan) {
     f.hidden_codes = pieces.take(n * code_pitch(spec));
     // A column takes its codes, its scale (and factor), and its part of a tile's sums.
     const std::int64_t tile = sum_columns(gemms_of(plan.path), spec);
-    const std::int64_t codes = code_pitch(spec) + (is_hidden_major(spec) ? 8 : 4);
+    const std::int64_t codes = made_codes_bytes(spec) + (is_hidden_major(spec) ? 8 : 4);
     const Expr most = floor_div((plan.scratch_bytes - reserve_bytes(spec)) * tile, codes * tile + f.partial_rows * sums_bytes(spec));
     f.cut = cut_columns(0, spec.vocab_size, whole_quanta(most));
     // A shard with fewer classes has fewer stretches, of the same width.
     if (is_shard(spec)) f.cut = cut_chunks(0, vocab_columns(spec), f.cut.width);
     f.column_scales = pieces.take(f.cut.width * 4);
     if (is_hidden_major(spec)) f.column_factors = pieces.take(f.cut.width * 4);
-    f.weight_codes = pieces.take(f.cut.width * code_pitch(spec));
+    f.weight_codes = pieces.take(f.cut.width * made_codes_bytes(spec));
     f.partials = pieces.take(floor_div(f.cut.width, tile) * f.partial_rows * sums_bytes(spec));
     f.total = pieces.end();
     return f;
@@ -159,7 +168,7 @@ void place_again(const Spec& spec, const Device& device, const Plan& plan, const
     const Expr fitting = whole_quanta(floor_div(plan.scratch_bytes - backward_reserve_bytes(spec), again_bytes(spec)));
     const Expr in_scratch = whole_waves(spec, device, gemms_of(plan.path), min(fitting, whole_quanta(plan.vocab_chunk)));
     Expr rest = b.retained.columns;
-    for (int i = 0; i < (spec.grad_weight_mode == GradMode::write && !is_hidden_major(spec) ? kWide : 0); ++i) {
+    for (int i = 0; i < (writes_gradient(spec) ? kWide : 0); ++i) {
         const Expr bytes = max(all_bytes - kAlignments - rest * row_bytes, 0);
         const Expr width = whole_waves(spec, device, gemms_of(plan.path), whole_quanta(floor_div(bytes, again_bytes(spec) + row_bytes)));
         const Expr begin = all_bytes - kAlignments - width * again_bytes(spec);

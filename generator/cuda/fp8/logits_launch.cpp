@@ -25,8 +25,22 @@ LaunchBuilder<Fp8CodesParams> codes_of(const Spec& spec, const CudaSource& sourc
 Expr warps_grid(const Expr& rows) { return ceil_div(rows, kRowThreads / 32); }
 
 Expr weight_row_at(const Spec& spec, const Expr& row) {
-    const auto element = static_cast<std::int64_t>(element_bytes(spec.dtype));
+    const auto element = static_cast<std::int64_t>(is_quantized(spec) ? 1 : element_bytes(spec.dtype));
     return slot(Slot::weight) + row * (is_hidden_major(spec) ? element : spec.hidden_size * element);
+}
+
+Expr weight_scale_at(const Expr& row) { return slot(Slot::weight_scale) + row * 4; }
+
+Statement given_scales_launch(const CudaSource& source, const CodesAt& at, const Expr& first) {
+    using Params = Fp8GivenScalesParams;
+    const Expr blocks = select(at.largest, warps_grid(at.rows), ceil_div(at.rows, kRowThreads));
+    LaunchBuilder<Params> launch(source.kernel(KernelRole::fp8_scales), blocks);
+    launch.set(&Params::from, at.from)
+        .set(&Params::given, weight_scale_at(first))
+        .set(&Params::scales, at.scales)
+        .set(&Params::largest, at.largest)
+        .set(&Params::rows, at.rows);
+    return launch.build();
 }
 
 Statement scales_launch(const Spec& spec, const CudaSource& source, const CodesAt& at) {
@@ -90,7 +104,7 @@ Statement logits_launch_of(const Gemms& gemms, const Spec& spec, LaunchBuilder<F
     const Expr n = slot(Slot::num_tokens);
     const GemmTile& tile = logits_tile(gemms, spec);
     const std::int64_t pitch = code_pitch(spec);
-    const Expr stores = less(0, at.stored);
+    const Expr stores = turns_exponentials(spec) ? less(0, at.stored) : Expr(0);
     LaunchBuilder<Params> full(std::move(launch));
     set_matrix(full, &Params::hidden_map, {at.hidden_codes, pitch, n, pitch}, tile.block_m, 1);
     set_matrix(full, &Params::weight_map, {at.weight_codes, pitch, at.columns, pitch}, tile.block_n / gemms.cluster_blocks, 1);
@@ -136,7 +150,9 @@ Statement targets_launch(const Spec& spec, const CudaSource& source, const Expr&
     if (has_fp8_scales(spec)) {
         launch.set(&Params::hidden_scale, slot(Slot::fp8_hidden_scale)).set(&Params::weight_scale, slot(Slot::fp8_weight_scale));
     }
-    return launch.build();
+    if (!is_quantized(spec)) return launch.build();
+    LaunchBuilder<Fp8TargetsOfCodesParams> of_codes(std::move(launch));
+    return of_codes.set(&Fp8TargetsOfCodesParams::class_scales, slot(Slot::weight_scale)).build();
 }
 
 }  // namespace flce::fp8

@@ -24,6 +24,8 @@ struct CodesAt {
 [[nodiscard]] std::vector<Statement> weight_codes_steps(const Spec& spec, const CudaSource& source, const CodesAt& at);
 /// Scales of the weight's rows without their codes.
 [[nodiscard]] Statement scales_launch(const Spec& spec, const CudaSource& source, const CodesAt& at);
+/// Copies of the scales of a weight of codes, from its row `first` on, and its largest number.
+[[nodiscard]] Statement given_scales_launch(const CudaSource& source, const CodesAt& at, const Expr& first);
 /// Codes of hidden: zeros for ignored tokens.
 [[nodiscard]] Statement hidden_codes_launch(const Spec& spec, const CudaSource& source, const Expr& codes, const Expr& scales);
 /// Address of the weight's row `row`, a column of a hidden_major one.

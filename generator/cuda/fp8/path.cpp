@@ -94,14 +94,16 @@ TileRate mma_tile_rate(const Spec& /*spec*/, const Device& /*device*/, GemmRole 
     return {.blocks_per_sm = 1, .efficiency = 1.0, .epilogue_depth = is_logits(role) ? 240.0 : 120.0};
 }
 
-/// Reading the weight, `times` times, and writing its codes.
+/// Reading the weight, `times` times, and writing its codes. One that is codes is read for its largest number, and copied for grad_hidden.
 Cost codes_cost(const Spec& spec, const Device& device, int times) {
-    const double bytes = (1.0 + 2.0 * times) * static_cast<double>(spec.vocab_size) * static_cast<double>(spec.hidden_size);
+    const double bytes =
+        (is_quantized(spec) ? 2.0 : 1.0 + 2.0 * times) * static_cast<double>(spec.vocab_size) * static_cast<double>(spec.hidden_size);
     return {.bytes = bytes, .seconds = bytes / device.gpu.bandwidth_bytes_per_s};
 }
 
 Cost forward_cost(const Spec& spec, const Device& device, const Plan& plan, double num_tokens, double retained) {
     Cost cost = gpu_forward_cost(spec, device, plan, num_tokens, retained);
+    if (is_quantized(spec)) return cost;
     const Cost codes = codes_cost(spec, device, is_hidden_major(spec) ? 2 : 1);
     cost.bytes += codes.bytes;
     cost.seconds += codes.seconds;

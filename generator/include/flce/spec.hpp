@@ -17,7 +17,8 @@ enum class DType : std::uint8_t { bf16, fp16, fp32 };
 enum class WeightLayout : std::uint8_t { vocab_major, hidden_major };
 
 /// Form of the weight in memory: numbers of weight_dtype, or codes with scales beside them, which a call has too. A quantised weight is
-/// dequantised in fp32 as it is read, and each number is rounded to the dtype once. e4m3: a byte a number (float8_e4m3fn), scales fp32.
+/// dequantised in fp32 as it is read, and each number is rounded to the dtype once, but with fp8, where a class's codes and scale are those
+/// of the logits' products. e4m3: a byte a number (float8_e4m3fn), scales fp32.
 /// nvfp4: two e2m1 codes a byte, the earlier number in the low half; a scale in e4m3 for each 16 numbers of a row, and an fp32 scale of
 /// the whole tensor.
 enum class WeightFormat : std::uint8_t { numbers, e4m3, nvfp4 };
@@ -107,7 +108,7 @@ struct Spec {
                     ///< token, without a gradient; of equal logits the smaller class comes first. 0: none
     Fp8Operands fp8 = Fp8Operands::none;        ///< operands of all three products are rounded to 8 bits: the logits' to this format, the
                                                 ///< gradients' to fp8_dlogits and e4m3. Not together with a weight in another form than the
-                                                ///< dtype, a teacher, and options that refuse it by name
+                                                ///< dtype or, with e4m3, codes with a scale a row, a teacher, and options that refuse it
     Fp8Dlogits fp8_dlogits = Fp8Dlogits::e5m2;  ///< with fp8: e5m2 has the range of far tails, e4m3 one more bit
     double fp8_hidden_scale = 0.0;  ///< with fp8, 2^-100 to 2^100: number that one code of hidden stands for in the logits, in all rows.
                                     ///< Numbers beyond the format's largest code become that code. 0: a row's scale follows from its
@@ -161,7 +162,7 @@ struct Spec {
 [[nodiscard]] DType weight_dtype(const Spec& spec) noexcept;
 /// grad_hidden's dtype in memory.
 [[nodiscard]] DType grad_hidden_dtype(const Spec& spec) noexcept;
-/// Whether the weight is fp32 under a 16-bit dtype, or quantised, so that the weight is rounded as it is read.
+/// Whether the weight is fp32 under a 16-bit dtype, or quantised, so that the weight is rounded to the dtype as it is read.
 [[nodiscard]] bool rounds_weight(const Spec& spec) noexcept;
 /// Whether the weight is codes with scales. A quantised weight has no gradient.
 [[nodiscard]] bool is_quantized(const Spec& spec) noexcept;

@@ -1,0 +1,88 @@
+"""fp8=flce.Fp8("e4m3") with a frozen weight that is e4m3 already: its codes are multiplied as they are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from fp8_support import error, truth_of
+from test_fp8 import BOUND, CLASSES, CUT_OFF_GRADIENT, CUT_OFF_LOSS, HIDDEN, has_fp8, tensors
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import flce
+from flce import errors
+
+__all__ = ["has_fp8"]  # a fixture that skips GPUs without such kernels
+
+
+def bounds(hidden: Tensor) -> tuple[float, float]:
+    """Errors that values and gradients may have."""
+    on_cpu = hidden.device.type == "cpu"
+    return (1e-5, BOUND[hidden.dtype]) if on_cpu else (CUT_OFF_LOSS, BOUND[hidden.dtype] + CUT_OFF_GRADIENT)
+
+
+def codes_of(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """e4m3 with scales of rows that are not those of the rows' largest numbers, some of them negative."""
+    generator = torch.Generator().manual_seed(3)
+    scale = (weight.detach().float().abs().amax(-1).cpu() / 448 * (1 + torch.rand(len(weight), generator=generator))).to(weight.device)
+    scale[::7] *= -1
+    return (weight.detach() / scale[:, None]).to(torch.float8_e4m3fn), scale
+
+
+OF_CODES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "numbers": {"softcap": 5.0, "logit_scale": 0.5, "temperature": 1.5, "z_loss": 1e-2},
+    "smoothed": {"label_smoothing": 0.1},
+}
+
+
+@pytest.mark.parametrize("dlogits", ["e5m2", "e4m3"])
+@pytest.mark.parametrize("options", list(OF_CODES))
+def test_frozen_codes_are_multiplied_as_they_are(options: str, dlogits: str, device: str) -> None:
+    fp8 = flce.Fp8("e4m3", dlogits)
+    hidden, weight, target = tensors(device)
+    codes, scale = codes_of(weight)
+    bias = (torch.randn(CLASSES, device=device) / 8).to(hidden.dtype).requires_grad_()
+    expected = truth_of(hidden, codes, target, fp8, bias=bias, weight_scale=scale, **OF_CODES[options])
+    given = {"weight_scale": scale, "bias": bias, "fp8": fp8, **OF_CODES[options]}
+    loss = flce.linear_cross_entropy(hidden, codes, target, **given)
+    value, gradient = bounds(hidden)
+    assert error(loss, expected.loss) < value
+    loss.backward()
+    assert hidden.grad is not None and bias.grad is not None
+    assert error(hidden.grad, expected.grad_hidden) < gradient
+    assert error(bias.grad, expected.grad_bias) < gradient
+    assert torch.equal(flce.linear_cross_entropy(hidden, codes, target, **{**given, "weight_scale": scale[:, None]}), loss)
+
+
+def test_frozen_codes_with_one_scale_in_every_place_that_reads_them(device: str) -> None:
+    fp8 = flce.Fp8("e4m3")
+    hidden, weight, target = tensors(device)
+    codes, scale = (weight.detach() * 200).to(torch.float8_e4m3fn), torch.tensor(1 / 200, device=device)
+    expected = truth_of(hidden, codes, target, fp8, weight_scale=scale.expand(CLASSES))
+    loss = flce.linear_cross_entropy(hidden, codes, target, weight_scale=scale, fp8=fp8)
+    value, bound = bounds(hidden)
+    assert error(loss, expected.loss) < value
+    logprobs = flce.linear_logprobs(hidden, codes, target, weight_scale=scale, fp8=fp8)
+    assert error(logprobs, expected.logprobs) < value
+    compiled = torch.compile(lambda *given: flce.linear_cross_entropy(*given, weight_scale=scale, fp8=fp8), fullgraph=True)
+    assert torch.equal(compiled(hidden, codes, target), loss)
+    (gradient,) = torch.autograd.grad(checkpoint(compiled, hidden, codes, target, use_reentrant=False), hidden)
+    assert error(gradient, expected.grad_hidden) < bound
+
+
+def test_other_codes_are_refused(device: str) -> None:
+    hidden, weight, target = tensors(device)
+    codes, scale = weight.detach().to(torch.float8_e4m3fn), torch.ones(CLASSES, device=device)
+    with pytest.raises(errors.SpecError, match=r"fp8 = int8.*e4m3 where weight_dtype is e4m3.*flce.Fp8\('e4m3'\)"):
+        flce.linear_cross_entropy(hidden, codes, target, weight_scale=scale, fp8=flce.Fp8())
+    with pytest.raises(errors.SpecError, match=r"fp8_weight_scale = .*whose scales are given"):
+        flce.linear_cross_entropy(hidden, codes, target, weight_scale=scale, fp8=flce.Fp8("e4m3", scales=(0.1, 0.1)))
+    blocks = torch.ones(-(-CLASSES // 128), 1, device=device)
+    with pytest.raises(errors.SpecError, match=r"weight_block = 128.*leave fp8 out"):
+        flce.linear_cross_entropy(hidden, codes, target, weight_scale=blocks, fp8=flce.Fp8("e4m3"))
+    pairs, groups = torch.zeros(CLASSES, HIDDEN // 2, dtype=torch.uint8, device=device), scale[:, None].expand(-1, HIDDEN // 16)
+    with pytest.raises(errors.SpecError, match=r"weight_dtype = nvfp4.*leave fp8 out"):
+        flce.linear_cross_entropy(hidden, pairs, target, weight_scale=groups.to(torch.float8_e4m3fn), fp8=flce.Fp8("e4m3"))
