@@ -1,18 +1,20 @@
 """A step of a head in 8 bits beside bf16's bare GEMMs (floor6), beside the same GEMMs in FP8 by cuBLASLt, and beside an FP8 head as fast
 training runs have it in torch, in one process and in an order drawn anew.
 
-    python3 benchmarks/fp8_head.py [--shape 4096x2048x151936] [--seconds 10] [--out FILE.json]
+    python3 benchmarks/fp8_head.py [--shape 4096x2048x151936] [--frozen] [--seconds 10] [--out FILE.json]
 
 Each contender runs behind floor6, so that each finds the GPU's clocks as it leaves them. `GEMMs in FP8` are torch._scaled_mm with a scale a
 tensor and operands that are already rounded and turned over: products alone. `torch, three products` rounds hidden and weight to e4m3 and
 the logits' gradients to e5m2 with fixed scales, keeps bf16 logits, and has the cross entropy in torch.compile. `flce, fixed scales` has the
 same scales of hidden and weight. The table has medians: milliseconds, ratios to floor6, peak memory beyond inputs and gradients, and the
-error of grad_hidden of 64 tokens to fp64 (of `flce, smoothed` that of a loss without smoothing).
+error of grad_hidden of 64 tokens to fp64 (of `flce, smoothed` that of a loss without smoothing). With --frozen the weight has no gradient;
+`codes` are a weight that is e4m3 already, with a scale a row, and errors are those to the exact layer of bf16's weight.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 import sys
 from collections.abc import Callable
@@ -124,7 +126,32 @@ def contenders(layer: Layer) -> dict[str, Callable[[], Step]]:
     }
 
 
-def error_of(gradients: tuple[Tensor, Tensor], layer: Layer) -> float:
+def frozen(layer: Layer, fp8: flce.Fp8 | None, limit: int | None, weight: Tensor, scale: Tensor | None = None) -> Step:
+    """A step of hidden alone. `scale`: of a weight of codes."""
+
+    def step() -> tuple[Tensor, ...]:
+        given: dict[str, Any] = {"fp8": fp8, "weight_scale": scale, "workspace_limit_bytes": limit}
+        return torch.autograd.grad(flce.linear_cross_entropy(layer.hidden, weight, layer.target, **given), (layer.hidden,))
+
+    return step
+
+
+def contenders_of_frozen(layer: Layer) -> dict[str, Callable[[], Step]]:
+    weight = layer.weight.detach()
+    scale = weight.float().abs().amax(-1) / 448
+    codes = (weight / scale[:, None]).to(E4M3)
+    found: dict[str, Callable[[], Step]] = {}
+    for way, limit in {"by default": None, "all retained": 1 << 40}.items():
+        found |= {
+            f"bf16, {way}": functools.partial(frozen, layer, None, limit, weight),
+            f"codes, {way}": functools.partial(frozen, layer, None, limit, codes, scale),
+            f"bf16 in e4m3, {way}": functools.partial(frozen, layer, flce.Fp8("e4m3"), limit, weight),
+            f"codes in e4m3, {way}": functools.partial(frozen, layer, flce.Fp8("e4m3"), limit, codes, scale),
+        }
+    return found
+
+
+def error_of(gradients: tuple[Tensor, ...], layer: Layer) -> float:
     """Error of grad_hidden of some tokens, to fp64."""
     few = layer.hidden.detach()[:CHECKED].double().requires_grad_()
     loss = F.cross_entropy(few @ layer.weight.detach().double().t(), layer.target[:CHECKED], reduction="sum") / layer.target.numel()
@@ -135,16 +162,17 @@ def error_of(gradients: tuple[Tensor, Tensor], layer: Layer) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="4096x2048x151936", help="tokens x hidden size x classes")
+    parser.add_argument("--frozen", action="store_true", help="the weight has no gradient")
     parser.add_argument("--seconds", type=float, default=10, help="time to measure, about (default: 10)")
     add_report_arguments(parser)
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("no CUDA device")
     layer = Layer(*map(int, arguments.shape.split("x")))
-    gradients = layer.hidden.nbytes + layer.weight.nbytes
+    gradients = layer.hidden.nbytes + (0 if arguments.frozen else layer.weight.nbytes)
     steps: dict[str, Step] = {FLOOR: layer.gemms}
     rows: dict[str, dict[str, Any]] = {}
-    for name, make in contenders(layer).items():
+    for name, make in (contenders_of_frozen if arguments.frozen else contenders)(layer).items():
         try:
             step = make()
             made = step()
