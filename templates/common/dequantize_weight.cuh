@@ -38,7 +38,7 @@ __device__ __forceinline__ void numbers_of_e2m1(float& first, float& second, uns
 
 /// Eight numbers of a row from `column` on, not rounded yet.
 template <class Problem>
-__device__ __forceinline__ void dequantize_eight(float (&numbers)[8], const DequantizeWeightParams& p, long long row, int column) {
+__device__ __forceinline__ void dequantize_eight(float (&numbers)[8], const WeightToRound& p, long long row, int column) {
     const long long at = row * Problem::hidden_size + column;
     float scale;
     if constexpr (Problem::weight_format == kWeightNvfp4) {
@@ -67,6 +67,24 @@ __device__ __forceinline__ void dequantize_eight(float (&numbers)[8], const Dequ
     for (float& number : numbers) number *= scale;
 }
 
+/// Eight numbers of a row from `column` on, rounded to the Problem's dtype.
+template <class Problem>
+__device__ __forceinline__ void round_eight(unsigned (&words)[4], const WeightToRound& p, long long row, int column) {
+    using N = Numeric<typename Problem::Element>;
+    float numbers[8];
+    if constexpr (Problem::weight_format == kWeightNumbers) {
+        const float4* const from =
+            reinterpret_cast<const float4*>(static_cast<const float*>(p.weight) + row * Problem::hidden_size + column);
+        const float4 halves[2] = {from[0], from[1]};
+#pragma unroll
+        for (int i = 0; i < 8; ++i) numbers[i] = (&halves[i / 4].x)[i % 4];
+    } else {
+        dequantize_eight<Problem>(numbers, p, row, column);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) words[i] = N::pack(numbers[2 * i], numbers[2 * i + 1]);
+}
+
 /// Writes weight rows in the Problem's dtype. A thread has 8 elements of a row.
 template <class Problem>
 __device__ __forceinline__ void dequantize_weight(const DequantizeWeightParams& p) {
@@ -75,10 +93,8 @@ __device__ __forceinline__ void dequantize_weight(const DequantizeWeightParams& 
     const long long eight = static_cast<long long>(blockIdx.x) * kRowThreads + threadIdx.x;
     const long long row = eight / kEights;
     if (row >= p.rows) return;
-    float numbers[8];
-    dequantize_eight<Problem>(numbers, p, p.first_row + row, static_cast<int>(eight - row * kEights) * 8);
-    const unsigned words[4] = {Numeric<Element>::pack(numbers[0], numbers[1]), Numeric<Element>::pack(numbers[2], numbers[3]),
-                               Numeric<Element>::pack(numbers[4], numbers[5]), Numeric<Element>::pack(numbers[6], numbers[7])};
+    unsigned words[4];
+    round_eight<Problem>(words, p, p.first_row + row, static_cast<int>(eight - row * kEights) * 8);
     ptx::st_global_v4(static_cast<Element*>(p.dequantized) + eight * 8, words);
 }
 

@@ -454,12 +454,16 @@ struct RoundWeightParams {
     int unused;
 };
 
-/// A quantised weight, whole, and the rows of it that a launch dequantises.
-struct DequantizeWeightParams {
-    const void* weight;         ///< codes
+/// A weight that is rounded, whole.
+struct WeightToRound {
+    const void* weight;         ///< codes, or fp32 numbers that have no scales
     const void* scale;          ///< fp32 [rows], or a block's [ceil(rows / block), ceil(D / block)]; nvfp4: e4m3 [rows, D / 16]
     const float* tensor_scale;  ///< nvfp4: one number
-    void* dequantized;          ///< [rows, D]
+};
+
+/// The rows of a quantised weight that a launch dequantises.
+struct DequantizeWeightParams : WeightToRound {
+    void* dequantized;  ///< [rows, D]
     long long first_row;
     int rows;
     int unused;

@@ -5,6 +5,7 @@
 
 #include "flce/sm90/chunk_phases.cuh"
 #include "flce/sm90/grad_weight.cuh"
+#include "flce/sm90/rounding_ahead.cuh"
 
 namespace flce {
 
@@ -107,7 +108,8 @@ struct BackwardChunksSm90 {
     enum : int { kThreads = TileT::kThreads };
     enum : int { kHidden = Problem::hidden_size };
 
-    using Params = TemperedOf<Problem, Select<Problem::bias, WithGradBias<BackwardChunksSm90Params>, BackwardChunksSm90Params>>;
+    using Plain = Select<Problem::rounds_weight, RoundedChunksSm90Params, BackwardChunksSm90Params>;
+    using Params = TemperedOf<Problem, Select<Problem::bias, WithGradBias<Plain>, Plain>>;
 
     const Params& p;
     RingSm90<TileT> ring;
@@ -130,6 +132,9 @@ struct BackwardChunksSm90 {
         if (ring.place.consumer < 0) {
             ptx::setmaxnreg_dec<kProducerRegisters>();
             if (threadIdx.x == 0) produce_all();
+            if constexpr (Problem::rounds_weight) {
+                if (threadIdx.x >= 32) RoundingAhead<Problem>{p}.run([&](int pair) { wait_for_readers(pair); });
+            }
         } else {
             ptx::setmaxnreg_inc<kConsumerRegisters>();
             while (walk.next(ring.rank)) {
@@ -165,14 +170,20 @@ struct BackwardChunksSm90 {
     __device__ __forceinline__ void bring() {
         const int slices = walk.slices;
         if (walk.kind == ChunkKind::dlogits) {
-            produce<LogitMainloop>(p.hidden_map, p.weight_map, walk.m, walk.begin_of(walk.chunk) + walk.n, 0, 0, slices);
+            produce<LogitMainloop>(p.hidden_map, p.weight_map, walk.m, weight_row() + walk.n, 0, 0, slices);
         } else if (walk.kind == ChunkKind::grad_hidden) {
             produce<HiddenMainloop>(walk.is_last(walk.chunk) ? p.last_dlogits_sum_map : p.dlogits_sum_map, p.weight_sum_map,
                                     walk.m - walk.part_row, walk.n, walk.place_of(walk.chunk) + walk.part_depth,
-                                    walk.begin_of(walk.chunk) + walk.part_depth, slices);
+                                    weight_row() + walk.part_depth, slices);
         } else if constexpr (!kHiddenOnly) {
             produce<WeightMainloop>(p.dlogits_map, p.hidden_sum_map, walk.place_of(walk.chunk) + walk.m, walk.n, 0, 0, slices);
         }
+    }
+
+    /// First row of the chunk in the maps of the weight.
+    __device__ __forceinline__ int weight_row() const {
+        if constexpr (Problem::rounds_weight) return RoundingAhead<Problem>{p}.place_of(walk.chunk / 2) + walk.place_of(walk.chunk);
+        return walk.begin_of(walk.chunk);
     }
 
     template <class MainloopT, class MapA, class MapB>
@@ -184,13 +195,25 @@ struct BackwardChunksSm90 {
 
     __device__ __forceinline__ void wait_for_phases() const {
         walk.for_each_needed([&](ChunkKind kind, int chunk) { wait(kind, chunk); });
+        if constexpr (Problem::rounds_weight) {
+            if (walk.kind == ChunkKind::dlogits) RoundingAhead<Problem>{p}.wait_for(walk.chunk / 2);
+        }
         ptx::fence_proxy_async_all();
     }
 
+    /// kPause: nanoseconds from one look to the next.
+    template <int kPause = 0>
     __device__ __forceinline__ void wait(ChunkKind kind, int chunk) const {
         const unsigned tiles = walk.tiles_of(kind, chunk) * TileT::kCluster;
         while (ptx::ld_acquire_gpu(p.progress + chunk * kChunkKinds + static_cast<int>(kind)) < tiles) {
+            if constexpr (kPause > 0) ptx::nanosleep(kPause);
         }
+    }
+
+    /// Until the pair's products have read its weight: the last of them are grad_hidden's.
+    __device__ __forceinline__ void wait_for_readers(int pair) const {
+        wait<1000>(ChunkKind::grad_hidden, 2 * pair);
+        if (kHiddenOnly && !walk.is_alone(2 * pair)) wait<1000>(ChunkKind::grad_hidden, 2 * pair + 1);
     }
 
     // ---- a consumer

@@ -203,5 +203,13 @@ struct BackwardChunksSm90Params : DlogitsParams {
     int first;       ///< nothing accumulated yet
     int last;        ///< the last chunk writes grad_hidden, where its sum is in one part
 };
+/// Joined chunks of a weight that is rounded. The maps of the weight show two places of pair_width rows, one below the other: pairs take
+/// turns with them.
+struct RoundedChunksSm90Params : BackwardChunksSm90Params {
+    enum : int { kRows = 4 };  ///< rows that a warp rounds at a time
+    WeightToRound of;
+    void* rounded;       ///< both places
+    unsigned* rounding;  ///< groups of rows taken, and behind it those that are done of each pair; 0 before the launch
+};
 
 }  // namespace flce

@@ -155,6 +155,78 @@ TEST(HiddenChunks, FrozenWeight_GroupsOfTokensCoverEverything) {
     }
 }
 
+/// The map of a launch at `member`'s place.
+InterpretedMap map_of(const Recorded& r, TensorMap RoundedChunksSm90Params::* member) {
+    static const RoundedChunksSm90Params params{};
+    const auto at = reinterpret_cast<const char*>(&(params.*member)) - reinterpret_cast<const char*>(&params);
+    const auto found = std::ranges::find(r.launch.maps, static_cast<std::size_t>(at), &InterpretedMap::offset);
+    EXPECT_NE(found, r.launch.maps.end());
+    return found == r.launch.maps.end() ? InterpretedMap{} : *found;
+}
+
+/// What a launch that rounds its weight reads and writes: two places of a pair's rows behind dlogits, within the scratch.
+void expect_two_places(const Recorded& r, const Launched& pass, const Spec& spec, std::int64_t workspace_bytes) {
+    const auto p = r.params<RoundedChunksSm90Params>();
+    const std::int64_t workspace = std::int64_t{100} << 44;
+    const auto weight_at = static_cast<std::int64_t>(Slot::weight) + 1;
+    EXPECT_EQ(reinterpret_cast<std::int64_t>(p.of.weight), weight_at << 44) << "the whole weight";
+    EXPECT_EQ(p.of.scale != nullptr, is_quantized(spec));
+    EXPECT_EQ(p.first_column + p.columns, spec.vocab_size);
+    EXPECT_EQ(p.pair_width % RoundedChunksSm90Params::kRows, 0);
+    const auto rounded = reinterpret_cast<std::int64_t>(p.rounded);
+    for (const auto member : {&RoundedChunksSm90Params::weight_map, &RoundedChunksSm90Params::weight_sum_map}) {
+        const InterpretedMap map = map_of(r, member);
+        EXPECT_EQ(map.address, rounded);
+        EXPECT_EQ(map.rows, 2 * p.pair_width);
+        EXPECT_EQ(map.columns, spec.hidden_size);
+    }
+    const InterpretedMap dlogits = map_of(r, &RoundedChunksSm90Params::dlogits_map);
+    EXPECT_GE(rounded, dlogits.address + dlogits.rows * dlogits.columns * 2);
+    const std::int64_t end = rounded + std::int64_t{4} * p.pair_width * spec.hidden_size;
+    EXPECT_LE(end, workspace + workspace_bytes);
+    const auto sum = reinterpret_cast<std::int64_t>(p.accumulator);
+    EXPECT_TRUE(sum >= end || sum < dlogits.address) << "grad_hidden's sum lies elsewhere";
+    const std::int64_t pairs = (p.columns + p.pair_width - 1) / p.pair_width;
+    const auto counters = reinterpret_cast<std::int64_t>(p.taken);
+    const auto rounding = reinterpret_cast<std::int64_t>(p.rounding);
+    EXPECT_GE(rounding, counters + (1 + 2 * pairs * kChunkKinds) * 4);
+    ASSERT_TRUE(pass.memsets.contains(counters));
+    EXPECT_LE(rounding + (1 + pairs) * 4, counters + pass.memsets.at(counters));
+}
+
+TEST(RoundedChunks, WeightIsRoundedInTwoPlaces) {
+    for (const char* text : {"D=2048,V=151936,weight_dtype=e4m3", "D=4096,V=128256,weight_dtype=nvfp4,temperature",
+                             "D=2048,V=50257,weight_dtype=fp32,bias", "D=1040,V=33333,weight_dtype=e4m3,weight_block=128"}) {
+        const Spec spec = parse_spec(text).normalized();
+        for (const Frozen& call : {Frozen{2048, 1}, {4096, 1}, {5000, 1}, {12289, 3}}) {
+            SCOPED_TRACE(std::string(text) + " " + std::to_string(call.tokens));
+            std::int64_t bytes = 0;
+            const Launched pass = backward_of(text, call, {Slot::grad_weight, Slot::grad_bias}, &bytes);
+            ASSERT_EQ(pass.count("hidden_chunks"), call.groups);
+            EXPECT_EQ(pass.count("round_weight"), 0);
+            EXPECT_LE(bytes, (std::int64_t{64} << 20) + 4 * call.tokens * spec.hidden_size);
+            for (const Recorded& r : pass) {
+                if (r.kernel == "flce_hidden_chunks") expect_two_places(r, pass, spec, bytes);
+            }
+            if (is_quantized(spec)) continue;
+            const Launched both = backward_of(text, call, {}, &bytes);
+            ASSERT_EQ(both.count("backward_chunks"), 1);
+            EXPECT_EQ(both.count("round_weight"), 0);
+            for (const Recorded& r : both) {
+                if (r.kernel == "flce_backward_chunks") expect_two_places(r, both, spec, bytes);
+            }
+        }
+    }
+}
+
+// Few tokens have chunks of their own, each rounded by a launch before, in all of the scratch.
+TEST(RoundedChunks, FewTokens_AreChunkByChunk) {
+    const Launched pass = backward_of("D=2048,V=151936,weight_dtype=e4m3", {2047, 0}, {Slot::grad_weight});
+    EXPECT_EQ(pass.count("hidden_chunks"), 0);
+    EXPECT_EQ(pass.count("round_weight"), pass.count("dlogits"));
+    EXPECT_EQ(backward_of("D=2048,V=151936,weight_dtype=fp32", {512, 0}, {}).count("backward_chunks"), 0);
+}
+
 TEST(HiddenChunks, WideEnoughThatSumsAreSeldomGoneThrough) {
     const Launched many = backward_of("D=4096,V=151936", {8192, 2}, {Slot::grad_weight});
     const Launched few = backward_of("D=4096,V=151936", {4096, 1}, {Slot::grad_weight});

@@ -129,14 +129,14 @@ BackwardSizes backward_sizes(const Spec& spec, const Plan& plan, const BackwardN
     return s;
 }
 
-Expr widest_chunk(const Spec& spec, const BackwardSizes& s, const Expr& sum_rows) {
+Expr widest_chunk(const Spec& spec, const BackwardSizes& s, const Expr& sum_rows, int weight_places) {
     const Expr n = slot(Slot::num_tokens);
     const Expr bias_row = spec.bias ? (ceil_div(n, s.needs.bias_rows) + 2) * 4 : Expr(0);
     // A launch of all tokens has no use for more of the list's place than there are tokens.
     const std::int64_t list_place = s.needs.lists ? kListReserve : 0;
     const Expr more_rows = (sum_rows - n) * (4 * spec.hidden_size);
     const Expr room = Expr(s.budget + list_place) - n * row_bytes(spec) - min(list_bytes(s.needs.lists), list_place) - more_rows;
-    const Expr column = n * bytes_of(spec.dtype) + bias_row + rounded_row_bytes(spec);
+    const Expr column = n * bytes_of(spec.dtype) + bias_row + weight_places * rounded_row_bytes(spec);
     return whole_quanta(s, floor_div(max(room, 0), max(column, 1)));
 }
 
@@ -186,7 +186,7 @@ Pieces place_backward(const Spec& spec, const BackwardSizes& s, BackwardLayout& 
         b.bias_accumulator = pieces.take(b.chunk * 4);
     }
     b.dlogits = pieces.take(b.rows * b.chunk * bytes_of(spec.dtype));
-    b.rounded_weight = pieces.take(min(b.chunk, spec.vocab_size) * rounded_row_bytes(spec));
+    b.rounded_weight = pieces.take((min(b.chunk, spec.vocab_size) + (b.weight_places - 1) * b.chunk) * rounded_row_bytes(spec));
     b.weight_accumulator = pieces.take(select(less(1, b.row_blocks), b.chunk * (4 * spec.hidden_size), 0));
     return pieces;
 }

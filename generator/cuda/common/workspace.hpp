@@ -107,7 +107,8 @@ struct BackwardLayout {
     Expr bias_partials{0};
     Expr bias_accumulator{0};
     Expr dlogits{0};
-    Expr rounded_weight{0};  ///< [chunk, D] in the spec's dtype, where the weight is rounded
+    Expr weight_places{1};   ///< chunks of a rounded weight that there is room for
+    Expr rounded_weight{0};  ///< [weight_places, chunk, D] in the spec's dtype, where the weight is rounded
     Expr weight_accumulator{0};
     Expr hidden_accumulator{0};
     /// Wide chunks, the first of the vocabulary: their dlogits lie at the end of grad_weight's memory, while grad_weight is not written
@@ -140,7 +141,8 @@ struct BackwardSizes {
 [[nodiscard]] BackwardSizes backward_sizes(const Spec& spec, const Plan& plan, const BackwardNeeds& needs);
 
 /// Widest chunk, in whole quanta, that scratch has room for where all tokens take part. `sum_rows`: rows of grad_hidden's sum.
-[[nodiscard]] Expr widest_chunk(const Spec& spec, const BackwardSizes& sizes, const Expr& sum_rows);
+/// `weight_places`: BackwardLayout's.
+[[nodiscard]] Expr widest_chunk(const Spec& spec, const BackwardSizes& sizes, const Expr& sum_rows, int weight_places = 1);
 /// Chunks and row blocks. `whole_chunk`: the chunk where all tokens take part, at most widest_chunk.
 [[nodiscard]] BackwardLayout cut_backward(const BackwardSizes& sizes, const Expr& whole_chunk);
 

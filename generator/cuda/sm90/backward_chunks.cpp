@@ -18,12 +18,19 @@ struct JoinedWork {
     Expr width;       ///< columns of a pair of chunks, or of the chunk of both halves
     Expr even_width;  ///< columns of the first chunk of a pair
     Expr dlogits;     ///< address
+    Expr rounded;     ///< address of the places of a rounded weight
     Expr writes;      ///< grad_hidden, where the stretch is the last one
 };
 
 /// Rows of the stretch in the weight or its gradient.
 MappedMatrix columns_of(const BackwardPassSm90& pass, const JoinedWork& work, Slot tensor, std::int64_t element_bytes) {
     return weight_matrix(pass.spec, slot(tensor) + work.first_column * (pass.spec.hidden_size * element_bytes), work.columns);
+}
+
+/// The weight of the stretch, or the two places of one that is rounded.
+MappedMatrix weight_of(const BackwardPassSm90& pass, const JoinedWork& work) {
+    if (!rounds_weight(pass.spec)) return columns_of(pass, work, Slot::weight, pass.element_bytes);
+    return {work.rounded, pass.spec.hidden_size, work.width * 2, pass.spec.hidden_size};
 }
 
 /// Sets everything but grad_weight's parameters.
@@ -33,7 +40,7 @@ LaunchBuilder<Params> joined_launch(const BackwardPassSm90& pass, const JoinedWo
     const GemmTile& tile = pass.plan.cuda.dlogits;
     const RowBlock& rows = work.rows;
     const MappedMatrix hidden = hidden_matrix(pass, rows);
-    const MappedMatrix weight = columns_of(pass, work, Slot::weight, pass.element_bytes);
+    const MappedMatrix weight = weight_of(pass, work);
     const MappedMatrix dlogits{work.dlogits, work.width, rows.count, work.width};
     // columns of the last pair of chunks, or of half of one
     const Expr last_columns = work.columns - (ceil_div(work.columns, work.width) - 1) * work.width;
@@ -69,16 +76,31 @@ LaunchBuilder<Params> joined_launch(const BackwardPassSm90& pass, const JoinedWo
     return launch;
 }
 
-/// The launch, its counters set to 0 before. `grad_bias`: address, at the first column.
-std::vector<Statement> with_counters(const BackwardPassSm90& pass, LaunchBuilder<Params> launch, const Expr& first_row,
+/// The launch. `grad_bias`: address, at the first column.
+template <class Of>
+Statement build(const BackwardPassSm90& pass, LaunchBuilder<Of> launch, const Expr& first_row, const Expr& grad_bias) {
+    const RowNumbers numbers = row_numbers_at(pass.layout, first_row);
+    if (!pass.spec.bias) return build_with_rows(std::move(launch), pass.spec, numbers);
+    LaunchBuilder<WithGradBias<Of>> biased(std::move(launch));
+    biased.set(&WithGradBias<Of>::grad_bias, grad_bias);
+    return build_with_rows(std::move(biased), pass.spec, numbers);
+}
+
+/// The launch, its counters set to 0 before.
+std::vector<Statement> with_counters(const BackwardPassSm90& pass, const JoinedWork& work, LaunchBuilder<Params> launch,
                                      const Expr& grad_bias) {
-    const BackwardLayoutSm90& layout = pass.layout;
-    const RowNumbers numbers = row_numbers_at(layout, first_row);
-    const Statement counters{MemsetZero{workspace_at(layout.progress), layout.progress_bytes}};
-    if (!pass.spec.bias) return {counters, build_with_rows(std::move(launch), pass.spec, numbers)};
-    LaunchBuilder<WithGradBias<Params>> biased(std::move(launch));
-    biased.set(&WithGradBias<Params>::grad_bias, grad_bias);
-    return {counters, build_with_rows(std::move(biased), pass.spec, numbers)};
+    const Expr& first_row = work.rows.first;
+    const Expr counters_at = workspace_at(pass.layout.progress);
+    const Statement counters{MemsetZero{counters_at, pass.layout.progress_bytes}};
+    if (!rounds_weight(pass.spec)) return {counters, build(pass, std::move(launch), first_row, grad_bias)};
+    using Rounded = RoundedChunksSm90Params;
+    LaunchBuilder<Rounded> rounding(std::move(launch));
+    rounding.set(&Rounded::of, &WeightToRound::weight, slot(Slot::weight))
+        .set(&Rounded::of, &WeightToRound::scale, is_quantized(pass.spec) ? slot(Slot::weight_scale) : Expr(0))
+        .set(&Rounded::of, &WeightToRound::tensor_scale, is_quantized(pass.spec) ? slot(Slot::weight_tensor_scale) : Expr(0))
+        .set(&Rounded::rounded, work.rounded)
+        .set(&Rounded::rounding, counters_at + pass.layout.rounding);
+    return {counters, build(pass, std::move(rounding), first_row, grad_bias)};
 }
 
 }  // namespace
@@ -93,12 +115,13 @@ std::vector<Statement> backward_chunks_steps(const BackwardPassSm90& pass, const
                           stretch.width,
                           first_of_pair(pass.plan, stretch.width),
                           stretch.dlogits,
+                          workspace_at(pass.layout.rounded_weight),
                           1};
     LaunchBuilder<Params> launch = joined_launch(pass, work);
     launch.set_map(&Params::hidden_sum_map, hidden_matrix(pass, rows), kSecondRows)
         .set_map(&Params::grad_weight_map, columns_of(pass, work, Slot::grad_weight, pass.grad_element_bytes), kFirstRows,
                  pass.grad_element_bytes);
-    return with_counters(pass, std::move(launch), 0, advanced(slot(Slot::grad_bias), stretch.first_column, pass.grad_element_bytes));
+    return with_counters(pass, work, std::move(launch), advanced(slot(Slot::grad_bias), stretch.first_column, pass.grad_element_bytes));
 }
 
 Statement hidden_chunks_groups(const BackwardPassSm90& pass) {
@@ -106,10 +129,11 @@ Statement hidden_chunks_groups(const BackwardPassSm90& pass) {
     const Expr first = variable(kRowBlockLoop) * layout.hidden_rows;
     const RowBlock rows{variable(kRowBlockLoop), first, min(slot(Slot::num_tokens) - first, layout.hidden_rows)};
     const Expr from = pass.retained.columns;
-    const JoinedWork work{
-        KernelRole::hidden_chunks, rows, from, pass.columns - from, layout.hidden_chunk, layout.hidden_chunk, workspace_at(layout.dlogits),
-        !scatters_groups(pass)};
-    return {Loop{kRowBlockLoop, layout.hidden_groups, with_counters(pass, joined_launch(pass, work), rows.first, 0)}};
+    const Expr dlogits = workspace_at(layout.dlogits);
+    const Expr behind = dlogits + round_up(layout.hidden_rows * layout.hidden_chunk * pass.element_bytes, kWorkspaceAlignment);
+    const JoinedWork work{KernelRole::hidden_chunks, rows,    from,   pass.columns - from,   layout.hidden_chunk,
+                          layout.hidden_chunk,       dlogits, behind, !scatters_groups(pass)};
+    return {Loop{kRowBlockLoop, layout.hidden_groups, with_counters(pass, work, joined_launch(pass, work), 0)}};
 }
 
 }  // namespace flce::sm90

@@ -50,6 +50,7 @@ void add_chunks(const BackwardPassSm90& pass, const Stretch& stretch, std::vecto
         return;
     }
     to.push_back({If{!pass.joined && !pass.hidden_joined, {std::move(one_by_one)}}});
+    if (is_quantized(pass.spec)) return;  // it has no gradient of the weight
     to.push_back({If{pass.joined && less(0, stretch.chunks), backward_chunks_steps(pass, stretch)}});
 }
 

@@ -19,6 +19,7 @@ constexpr std::int64_t kFewestTokensInHalves = 2048;  // fewest tokens for whose
 constexpr std::int64_t kTokensOfGroup = 4096;
 constexpr std::int64_t kBesideLists = 4 << 20;  // bytes of forward's places beside lists of classes
 constexpr std::int64_t kMostTokensApart = 512;  // tokens up to which chunk by chunk is as quick or quicker
+constexpr int kRoundedPlaces = 2;               // pairs of joined chunks whose rounded weight there is room for
 
 /// Bytes for partial sums where every segment of the vocabulary has its own: 4 to 8 KiB a token.
 std::int64_t segment_bytes(const Spec& spec, const Plan& plan) {
@@ -33,15 +34,14 @@ std::int64_t stretch_of(const Spec& spec, const Plan& plan) {
     return forward_stretch(spec, plan, std::lcm(block_n, few_tokens_shape(spec, plan).tile.block_n));
 }
 
-/// Columns of a stretch of a rounded weight: `stretch_of`, or one of the next fewer in steps of a tile of either kernel, whichever takes
-/// the least time by whole waves of tiles. `rows`: of a launch.
+/// Columns of a stretch of a rounded weight: `stretch_of`, or one of the next fewer in steps of a tile of the kernel that takes so many rows,
+/// whichever takes the least time by whole waves of tiles. `rows`: of a launch.
 Expr quickest_stretch(const Spec& spec, const Device& device, const Plan& plan, const Expr& rows) {
     const std::int64_t widest = stretch_of(spec, plan);
     if (!rounds_weight(spec) || spec.batch_invariant) return widest;
-    constexpr int kCandidates = 8;
-    constexpr std::int64_t kLaunches = 16;  // slices of a tile that go by while launches of a stretch begin and end
+    constexpr int kCandidates = 16;
+    constexpr std::int64_t kLaunches = 32;  // slices of a tile that go by while launches of a stretch begin and end: 15 us on an H200
     const GemmTile& tile = plan.cuda.forward;
-    const std::int64_t quantum = std::lcm(std::int64_t{tile.block_n}, std::int64_t{few_tokens_shape(spec, plan).tile.block_n});
     const std::int64_t clusters = std::max(device.gpu.sm_count / kClusterBlocks, 1);
     const Expr row_clusters = ceil_div(rows, std::int64_t{kClusterBlocks} * tile.block_m);
     const auto time = [&](std::int64_t columns) {
@@ -49,12 +49,13 @@ Expr quickest_stretch(const Spec& spec, const Device& device, const Plan& plan, 
         const Expr waves = ceil_div(row_clusters * (columns / tile.block_n), clusters);
         return (waves * (multiple_above(spec.hidden_size, 64) / 64) + kLaunches) * stretches;
     };
+    const Expr many = less(kFewTokens, rows);
     Expr best = widest;
     Expr best_time = time(widest);
-    for (int fewer = 1; fewer < kCandidates && widest > fewer * quantum; ++fewer) {
-        const std::int64_t columns = widest - fewer * quantum;
+    for (int fewer = 1; fewer < kCandidates && widest > fewer * tile.block_n; ++fewer) {
+        const std::int64_t columns = widest - fewer * tile.block_n;
         const Expr of_columns = time(columns);
-        best = select(less(of_columns, best_time), columns, best);
+        best = select(many && less(of_columns, best_time), columns, best);
         best_time = min(of_columns, best_time);
     }
     return best;
@@ -145,11 +146,15 @@ struct FewTokensShare {
     [[nodiscard]] Expr partials(const Expr& rows) const { return writers * (clusters + 1) * round_up(rows, 32); }
 };
 
-/// Counters of the tiles of joined chunks: every pair has at least twice the quantum, and both stretches of the vocabulary may end in the
-/// middle of one.
+/// Most pairs of joined chunks: every pair has at least twice the quantum, and both stretches of the vocabulary may end in the middle of one.
+std::int64_t most_pairs(const Spec& spec, const Plan& plan) { return spec.vocab_size / (2 * joined_quantum(plan)) + 2; }
+
+/// Bytes of the counters of joined chunks' tiles, behind which those of rounded rows are.
+std::int64_t tile_counter_bytes(const Spec& spec, const Plan& plan) { return (1 + 2 * most_pairs(spec, plan) * kChunkKinds) * 4; }
+
 std::int64_t progress_bytes(const Spec& spec, const Plan& plan) {
-    const std::int64_t pairs = spec.vocab_size / (2 * joined_quantum(plan)) + 2;
-    return multiple_above((1 + 2 * pairs * kChunkKinds) * 4, kWorkspaceAlignment);
+    const std::int64_t rounded = rounds_weight(spec) ? (1 + most_pairs(spec, plan)) * 4 : 0;
+    return multiple_above(tile_counter_bytes(spec, plan) + rounded, kWorkspaceAlignment);
 }
 
 /// Counters that backward sets to 0 where exponentials are retained.
@@ -197,12 +202,19 @@ void join_chunks(const Spec& spec, const Plan& plan, BackwardLayoutSm90& b) {
     const Expr whole = equal(round_down(b.chunk, quantum), b.chunk) && equal(round_down(b.wide_chunk, quantum), b.wide_chunk);
     const Expr n = slot(Slot::num_tokens);
     b.joined = (equal(b.row_blocks, 1) && less(kMostTokensApart, n)) && (less(2 * quantum - 1, b.chunk) && whole);
+    if (rounds_weight(spec)) b.joined = b.joined && equal(b.weight_places, kRoundedPlaces);
     // Sums are gone through once a chunk, so that with many tokens groups of them and wide chunks are quicker.
     const std::int64_t step = std::lcm(std::int64_t{plan.cuda.dlogits.block_n}, std::int64_t{kSumSlice});
     b.hidden_groups = select(b.joined && less(kFewestTokensInHalves - 1, n), max(floor_div(n, kTokensOfGroup), 1), 0);
     b.hidden_rows = ceil_div(n, max(b.hidden_groups, 1));
-    b.hidden_chunk = min(round_down(floor_div(n * b.chunk, max(b.hidden_rows, 1)), step), multiple_above(spec.vocab_size, step));
+    // Bytes of the places of dlogits and of a rounded weight, and those of a column of a chunk.
+    const std::int64_t element = static_cast<std::int64_t>(element_bytes(spec.dtype));
+    const std::int64_t rounded = rounds_weight(spec) ? kRoundedPlaces * spec.hidden_size * element : 0;
+    const Expr room = (n * element + rounded) * b.chunk - (rounded > 0 ? kWorkspaceAlignment : 0);
+    const Expr column = max(b.hidden_rows, 1) * element + rounded;
+    b.hidden_chunk = min(round_down(floor_div(room, column), step), multiple_above(spec.vocab_size, step));
     b.progress_bytes = progress_bytes(spec, plan);
+    b.rounding = tile_counter_bytes(spec, plan);
 }
 
 /// Places behind those of every path. The place of grad_hidden's sum is also used to bring hidden states together (scaled ones beside
@@ -287,8 +299,17 @@ BackwardLayoutSm90 backward_layout(const Spec& spec, const Device& device, const
     const bool may_join = joins_chunks(spec, device, plan);
     const auto whole = [&](const Expr& widest) { return whole_chunk(spec, device, plan, widest, sizes.quantum); };
     const Expr rows = sum_rows(spec, device, plan);
-    const Expr chunk = whole(widest_chunk(spec, sizes, rows));
+    Expr chunk = whole(widest_chunk(spec, sizes, rows));
+    Expr joins_rounded = 0;
+    if (may_join && rounds_weight(spec)) {
+        // No gradient of a quantised weight joins chunks of fewer tokens.
+        const Expr fewest = is_quantized(spec) ? kFewestTokensInHalves - 1 : kMostTokensApart;
+        const Expr joined = whole(widest_chunk(spec, sizes, rows, kRoundedPlaces));
+        joins_rounded = less(fewest, slot(Slot::num_tokens)) && less(2 * joined_quantum(plan) - 1, joined);
+        chunk = select(joins_rounded, joined, chunk);
+    }
     BackwardLayoutSm90 b{cut_backward(sizes, chunk), retained_for_backward(spec, plan, lends(spec, plan)), rows};
+    b.weight_places = select(joins_rounded && equal(b.row_blocks, 1), kRoundedPlaces, 1);
     // A bias's partial sums have room for a chunk of the workspace's; where chunks are joined there are none.
     const bool may_widen = may_widen_chunks(spec) && (!spec.bias || may_join);
     if (may_widen) add_wide_chunks(spec, whole(widest_wide_chunk(spec, sizes)), b.retained.columns, b);

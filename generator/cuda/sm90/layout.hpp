@@ -45,7 +45,8 @@ struct BackwardLayoutSm90 : BackwardLayout {
     Expr hidden_chunk{0};  ///< columns of a chunk
     Expr progress{0};      ///< counters of the tiles of joined chunks
     std::int64_t progress_bytes = 0;
-    Expr smoothing{0};  ///< SmoothingTotalsParams' totals and sums, where exponentials are retained with label smoothing
+    std::int64_t rounding = 0;  ///< offset of RoundedChunksSm90Params' counters in `progress`
+    Expr smoothing{0};          ///< SmoothingTotalsParams' totals and sums, where exponentials are retained with label smoothing
     /// Counters of two Paces, of TailParts' tiles, of the readers of each block of retained exponentials, and last of rows that
     /// scatter_rows scales.
     Expr counters{0};

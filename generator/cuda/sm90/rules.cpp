@@ -198,8 +198,8 @@ bool sums_retained_bias(const Spec& spec, const Plan& plan) {
 bool joins_chunks(const Spec& spec, const Device& device, const Plan& plan) {
     const GemmTile& tile = plan.cuda.dlogits;
     // A teacher's classes are written into a chunk's dlogits between its launches.
-    return spec.layout == WeightLayout::vocab_major && !spec.batch_invariant && spec.teacher_top_k == 0 && !rounds_weight(spec) &&
-           takes_turns(tile) && tile.block_m == 128 && tile.block_n >= 128 &&
+    return spec.layout == WeightLayout::vocab_major && !spec.batch_invariant && spec.teacher_top_k == 0 && takes_turns(tile) &&
+           tile.block_m == 128 && tile.block_n >= 128 &&
            smem_bytes(spec, GemmRole::backward_chunks, tile) <= device.gpu.smem_per_block_bytes;
 }
 

@@ -57,11 +57,12 @@ CudaSource source(const Spec& spec, const Device& device, const Plan& plan) {
                  sums_bias(spec, tiles.grad_weight) ? "flce::SumsBias<Problem>" : "Problem"});
     if (joins_chunks(spec, device, plan)) {
         const auto joined = [&](KernelRole kernel, std::string_view name, std::string_view function) {
-            const std::string params = spec.bias ? "WithGradBias<flce::BackwardChunksSm90Params>" : "BackwardChunksSm90Params";
+            const char* plain = rounds_weight(spec) ? "RoundedChunksSm90Params" : "BackwardChunksSm90Params";
+            const std::string params = spec.bias ? fmt::format("WithGradBias<flce::{}>", plain) : plain;
             writer.gemm({kernel, params, fmt::format("{}_sm90", function), fmt::format("{}Sm90", name), tile_type(tiles.dlogits),
                          block(spec, GemmRole::backward_chunks, tiles.dlogits)});
         };
-        joined(KernelRole::backward_chunks, "BackwardChunks", "backward_chunks");
+        if (!is_quantized(spec)) joined(KernelRole::backward_chunks, "BackwardChunks", "backward_chunks");
         joined(KernelRole::hidden_chunks, "HiddenChunks", "hidden_chunks");
     }
     writer.rows(KernelRole::gather_rows, "GatherRowsParams");
