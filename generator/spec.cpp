@@ -188,9 +188,12 @@ void check_fp8_scales(const Spec& s) {
     };
     check("fp8_hidden_scale", s.fp8_hidden_scale);
     check("fp8_weight_scale", s.fp8_weight_scale);
+    if (is_quantized(s)) return;
     constexpr std::string_view kBoth = "given together with the other one's: both scales of fp8, or neither";
     if (s.fp8_hidden_scale == 0.0 && s.fp8_weight_scale != 0.0) refuse("fp8_hidden_scale", "(none)", kBoth);
-    if (s.fp8_hidden_scale != 0.0 && s.fp8_weight_scale == 0.0) refuse("fp8_weight_scale", "(none)", kBoth);
+    if (s.fp8_hidden_scale != 0.0 && s.fp8_weight_scale == 0.0) {
+        refuse("fp8_weight_scale", "(none)", fmt::format("{}. Hidden's alone is for weight_dtype=e4m3, whose scales are given", kBoth));
+    }
 }
 
 /// Refuses weights in memory that an FP8 head does not multiply.
@@ -211,8 +214,9 @@ void check_fp8_weight(const Spec& s) {
     if (s.fp8 != Fp8Operands::e4m3) {
         refuse("fp8", to_string(s.fp8), "e4m3 where weight_dtype is e4m3, whose codes are multiplied as they are: flce.Fp8('e4m3')");
     }
-    if (has_fp8_scales(s)) {
-        refuse("fp8_weight_scale", s.fp8_weight_scale, "left out with fp8_hidden_scale where weight_dtype is e4m3, whose scales are given");
+    if (s.fp8_weight_scale != 0.0) {
+        refuse("fp8_weight_scale", s.fp8_weight_scale,
+               "left out where weight_dtype is e4m3, whose scales are given: scales=(fp8_hidden_scale, None)");
     }
 }
 

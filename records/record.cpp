@@ -134,7 +134,9 @@ RecordKey record_key(const Spec& spec, const Device& device, const PlanRequest& 
     if (device.kind == DeviceKind::cpu && threads > 0) tuned.units = std::min(threads, tuned.units);
     Spec measured = spec.normalized();
     measured.tied = false;  // `tied` says whose the weight is; grad_weight_mode says how it is computed
-    if (has_fp8_scales(measured)) measured.fp8_hidden_scale = measured.fp8_weight_scale = 1;  // all pairs have the same kernels
+    for (double* const scale : {&measured.fp8_hidden_scale, &measured.fp8_weight_scale}) {
+        if (*scale != 0) *scale = 1;  // all numbers have the same kernels
+    }
     return {.device = std::move(tuned),
             .kernel_version = std::string(kernel_version(device.kind)),
             .spec = measured.text(),

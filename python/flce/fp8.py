@@ -25,15 +25,15 @@ class Fp8:
         dlogits: format of the logits' gradients: "e5m2", which reaches far down, or "e4m3", with one more bit.
         scales: of hidden and weight as operands of the logits. "dynamic": a row's largest number becomes the format's. Or a pair (hidden,
             weight) of numbers, 2^-100 to 2^100, the same for all rows: a number is about its code times the scale, and one beyond the
-            format's largest code, 127 or 448, becomes that. Other numbers compile nothing. The gradients' operands have powers of two,
-            which cost no digits, either way.
+            format's largest code, 127 or 448, becomes that. Other numbers compile nothing. (hidden, None): beside a weight of codes, which
+            has scales of its own. The gradients' operands have powers of two, which cost no digits, either way.
 
     Raises ArgumentError for another word, or for scales that are neither.
     """
 
     logits: str = "int8"
     dlogits: str = "e5m2"
-    scales: str | tuple[float, float] = "dynamic"
+    scales: str | tuple[float, float | None] = "dynamic"
 
     def __post_init__(self) -> None:
         checks.choice("logits", self.logits, LOGITS)
@@ -45,12 +45,15 @@ class Fp8:
             object.__setattr__(self, "scales", pair)
 
 
-def given_scales(scales: Any) -> tuple[float, float]:
+def given_scales(scales: Any) -> tuple[float, float | None]:
     """The pair that `scales` is."""
-    if isinstance(scales, Sequence) and not isinstance(scales, str) and len(scales) == 2 and all(map(is_scale, scales)):
-        return float(scales[0]), float(scales[1])
+    if isinstance(scales, Sequence) and not isinstance(scales, str) and len(scales) == 2:
+        hidden, weight = scales
+        if is_scale(hidden) and (weight is None or is_scale(weight)):
+            return float(hidden), None if weight is None else float(weight)
     raise errors.ArgumentError(
-        f"scales is {scales!r}; allowed are 'dynamic' and a pair (hidden, weight) of numbers from 2^-100 to 2^100: what one code stands for"
+        f"scales is {scales!r}; allowed are 'dynamic' and a pair (hidden, weight) of numbers from 2^-100 to 2^100: what one code stands "
+        "for; (hidden, None) beside a weight of codes"
     )
 
 
@@ -66,7 +69,9 @@ def spec_keys(fp8: Any) -> list[str]:
         raise errors.ArgumentError(f"fp8 is {fp8!r}; it must be a flce.Fp8, such as flce.Fp8(), or None")
     keys = [f"fp8={fp8.logits}", *([] if fp8.dlogits == "e5m2" else [f"fp8_dlogits={fp8.dlogits}"])]
     if isinstance(fp8.scales, tuple):
-        keys += [f"fp8_hidden_scale={fp8.scales[0]!r}", f"fp8_weight_scale={fp8.scales[1]!r}"]
+        names = ("fp8_hidden_scale", "fp8_weight_scale")
+        # A float of it: torch.compile has a symbol where a call before had another number.
+        keys += [f"{name}={float(scale)!r}" for name, scale in zip(names, fp8.scales, strict=True) if scale is not None]
     return keys
 
 

@@ -207,9 +207,9 @@ def ranks_without_classes(rows: str) -> None:
             assert error(shard.grad[:VOCAB], expected.grad_weight) < bound(torch.bfloat16)
 
 
-def frozen_codes(given: dict[str, Any]) -> None:
+def frozen_codes(given: dict[str, Any], scales: Any = "dynamic") -> None:
     """A weight that is e4m3 already: hidden and the bias have gradients."""
-    layer, fp8 = Layer(torch.bfloat16), flce.Fp8("e4m3")
+    layer, fp8 = Layer(torch.bfloat16), flce.Fp8("e4m3", scales=scales)
     scale = layer.weight.float().abs().amax(-1) / 400
     codes, bias = (layer.weight / scale[:, None]).to(torch.float8_e4m3fn), layer.bias
     with torch.device("cpu"):
@@ -248,6 +248,7 @@ CASES: list[tuple[Any, ...]] = [
     *((ways, way) for way in (by_loss, by_head, checkpointed, compiled)),
     (gradients_are_added,),
     *((frozen_codes, given) for given in ({}, SMOOTHED)),
+    (frozen_codes, {}, (0.004, None)),
     (columns,),
     *((ranks_without_classes, rows) for rows in ("none", "padding")),
     (refused, {"batch_invariant": True}, "batch_invariant"),

@@ -75,7 +75,7 @@ __device__ __forceinline__ float product_of_class(const Params& p, int row, int 
     if constexpr (has_given_codes<Problem>()) {
         const unsigned char* const codes =
             static_cast<const unsigned char*>(p.weight) + static_cast<long long>(column) * Problem::hidden_size;
-        const RowCodes<Problem> of_hidden(largest, 0.f);
+        const RowCodes<Problem> of_hidden(largest, p.hidden_scale);
         return fp8::product_of(product_of_codes<Problem>(hidden, of_hidden, codes), of_hidden.scale, p.class_scales[column]);
     } else {
         const ClassNumbers<Problem> weight(p.weight, column);

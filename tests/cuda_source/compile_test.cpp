@@ -331,6 +331,7 @@ INSTANTIATE_TEST_SUITE_P(
                         Variant{"E4m3", "D=200,V=1001,fp8=e4m3,fp8_dlogits=e4m3,grad_weight_mode=accumulate", false},
                         Variant{"Scales", "D=2048,V=50257,fp8=e4m3,fp8_hidden_scale=0.22,fp8_weight_scale=0.0036", true},
                         Variant{"Codes", "D=2048,V=151936,fp8=e4m3,weight_dtype=e4m3", false},
+                        Variant{"CodesHiddenScale", "D=2048,V=50257,fp8=e4m3,weight_dtype=e4m3,fp8_hidden_scale=0.02", true},
                         Variant{"SmoothedCodes",
                                 "D=208,V=1001,whole_vocab_size=2001,fp8=e4m3,weight_dtype=e4m3,fp8_dlogits=e4m3,bias,class_weight,"
                                 "label_smoothing=0.1",

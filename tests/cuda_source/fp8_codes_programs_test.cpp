@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <bit>
 #include <cstdint>
 #include <ostream>
 #include <string>
@@ -50,6 +51,7 @@ protected:
         CallSlots made = test::made_up_call(of.tokens, {Slot::grad_weight});
         const auto set = [&](Slot slot, std::int64_t value) { made[static_cast<std::size_t>(slot)] = value; };
         set(Slot::vocab_columns, columns());
+        set(Slot::fp8_hidden_scale, std::bit_cast<std::int32_t>(static_cast<float>(spec.fp8_hidden_scale)));
         const auto bytes = static_cast<std::int64_t>(of.kept * static_cast<double>(evaluate(program.retained_bytes, made))) / 16 * 16;
         set(Slot::retained, bytes > 0 ? std::int64_t{1} << 50 : 0);
         set(Slot::retained_bytes, bytes);
@@ -92,9 +94,11 @@ protected:
         EXPECT_NE(r.kernel, "flce_fp8_turn_hidden");
         if (r.kernel == "flce_fp8_codes") {
             EXPECT_EQ(address(r.params<Fp8CodesParams>().from), slot_of(Slot::hidden));
+            EXPECT_EQ(r.params<Fp8CodesParams>().given_scale, static_cast<float>(spec.fp8_hidden_scale));
         }
         if (r.kernel == "flce_fp8_targets") {
             EXPECT_EQ(address(r.params<Fp8TargetsOfCodesParams>().class_scales), scale_at(0));
+            EXPECT_EQ(r.params<Fp8TargetsOfCodesParams>().hidden_scale, static_cast<float>(spec.fp8_hidden_scale));
         }
         if (r.kernel == "flce_fp8_finish") {
             EXPECT_EQ(address(r.params<Fp8FinishOfCodesParams>().class_scales), scale_at(0));
@@ -180,6 +184,7 @@ constexpr CodesCase kCodesCases[] = {{"Nothing", "D=2048,bias", 4096},
                                      {"All", "D=2048,bias", 4096, 1.0},
                                      {"NothingOfNoBias", "D=2048", 4096},
                                      {"AllOfNoBias", "D=2048", 4096, 1.0},
+                                     {"HiddenScale", "D=2048,fp8_hidden_scale=0.25", 4096, 0.4},
                                      {"Part", "D=2048,bias,temperature", 4095, 0.4},
                                      {"Shard", "D=2048,bias,whole_vocab_size=90000", 4096},
                                      {"ShardAll", "D=528,whole_vocab_size=90000", 4096, 1.0},

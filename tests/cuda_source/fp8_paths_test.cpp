@@ -107,6 +107,8 @@ TEST(Fp8Scales, AnotherValue_CompilesNothing) {
     EXPECT_NE(sources_of(one), sources_of(program_of("")));
     const auto record_of = [&](const std::string& scales) { return record_key(spec_of(scales), h200, {}, "none", 0).digest(); };
     EXPECT_EQ(record_of(ones), record_of(others));
+    EXPECT_EQ(record_of(",weight_dtype=e4m3,fp8_hidden_scale=2"), record_of(",weight_dtype=e4m3,fp8_hidden_scale=3"));
+    EXPECT_NE(record_of(",weight_dtype=e4m3,fp8_hidden_scale=2"), record_of(",weight_dtype=e4m3"));
     EXPECT_NE(record_of(ones), record_of(""));
 }
 

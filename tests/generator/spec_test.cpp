@@ -375,7 +375,7 @@ TEST(Spec, Fp8Scales_AreBothGivenOrNeither) {
     EXPECT_FALSE(has_fp8_scales(parse_spec("D=64,V=50,fp8")));
     EXPECT_NO_THROW((void)parse_spec("D=64,V=50,fp8,fp8_hidden_scale=1e30,fp8_weight_scale=1e-30"));
     const std::pair<const char*, std::vector<const char*>> cases[] = {
-        {"fp8,fp8_hidden_scale=0.1", {"fp8_weight_scale = (none)", "both"}},
+        {"fp8=e4m3,fp8_hidden_scale=0.1", {"fp8_weight_scale = (none)", "both", "Hidden's alone is for weight_dtype=e4m3"}},
         {"fp8,fp8_weight_scale=0.1", {"fp8_hidden_scale = (none)", "both"}},
         {"fp8_hidden_scale=0.1", {"fp8_hidden_scale", "no fp8"}},
         {"fp8_weight_scale=0.1", {"fp8_weight_scale", "no fp8"}},
@@ -401,7 +401,7 @@ TEST(Spec, Fp8_RefusesByNameWhatItHasNoArithmeticFor) {
         {"fp8,weight_dtype=e4m3", {"fp8 = int8", "e4m3", "flce.Fp8('e4m3')"}},
         {"fp8=e4m3,weight_dtype=nvfp4", {"weight_dtype = nvfp4", "a scale a row", "leave fp8 out"}},
         {"fp8=e4m3,weight_dtype=e4m3,weight_block=128", {"weight_block = 128", "0 (a scale a row)", "leave fp8 out"}},
-        {"fp8=e4m3,weight_dtype=e4m3,fp8_hidden_scale=1,fp8_weight_scale=1", {"fp8_weight_scale", "whose scales are given"}},
+        {"fp8=e4m3,weight_dtype=e4m3,fp8_hidden_scale=1,fp8_weight_scale=1", {"fp8_weight_scale = 1", "(fp8_hidden_scale, None)"}},
         {"fp8=e4m3,weight_dtype=e4m3,tied", {"tied", "frozen"}},
         {"fp8,teacher_hidden_size=64", {"teacher_hidden_size", "leave fp8 out"}},
         {"fp8,teacher_top_k=4", {"teacher_top_k", "leave fp8 out"}},
@@ -423,12 +423,12 @@ TEST(Spec, Fp8_RefusesByNameWhatItHasNoArithmeticFor) {
 }
 
 TEST(Spec, Fp8_OfCodesWithAScaleARow) {
-    const Spec spec = parse_spec("D=64,V=50,fp8=e4m3,weight_dtype=e4m3,label_smoothing=0.1,class_weight,bias,outputs=loss+entropy");
-    EXPECT_TRUE(is_fp8(spec) && is_quantized(spec));
+    const Spec spec = parse_spec("D=64,V=50,fp8=e4m3,weight_dtype=e4m3,fp8_hidden_scale=0.25,label_smoothing=0.1,bias");
+    EXPECT_TRUE(is_fp8(spec) && is_quantized(spec) && has_fp8_scales(spec));
     EXPECT_FALSE(rounds_weight(spec)) << "the logits are products of the codes themselves";
     EXPECT_EQ(parse_spec(spec.text()), spec);
     EXPECT_EQ(parse_spec(spec.json()), spec);
-    EXPECT_THAT(spec.text(), AllOf(HasSubstr("weight_dtype=e4m3"), HasSubstr("fp8=e4m3")));
+    EXPECT_THAT(spec.text(), AllOf(HasSubstr("weight_dtype=e4m3"), HasSubstr("fp8=e4m3,fp8_hidden_scale=0.25")));
 }
 
 TEST(SpecHash, EveryField_ChangesIt) {

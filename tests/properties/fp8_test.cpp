@@ -314,7 +314,7 @@ Spec random_spec_of_codes(Draw& draw, std::uint64_t seed) {
     s.tied = false;
     s.grad_weight_mode = GradMode::write;
     s.fp8 = Fp8Operands::e4m3;
-    s.fp8_hidden_scale = s.fp8_weight_scale = 0;
+    s.fp8_weight_scale = 0;
     s.weight_format = WeightFormat::e4m3;
     return s.normalized();
 }
@@ -375,7 +375,7 @@ TEST_P(Fp8Codes, EveryOption_IsWithinItsBounds) {
         s.tied = false;
         s.grad_weight_mode = GradMode::write;
         s.grad_weight_dtype = s.dtype;
-        s.fp8_hidden_scale = s.fp8_weight_scale = 0;
+        s.fp8_weight_scale = 0;
         if (!has(path(), s.normalized())) continue;  // refused by name
         SCOPED_TRACE(set.name);
         const Reduction reduction = s.token_weight ? Reduction::weighted_mean : Reduction::mean;

@@ -113,7 +113,8 @@ struct Spec {
     double fp8_hidden_scale = 0.0;  ///< with fp8, 2^-100 to 2^100: number that one code of hidden stands for in the logits, in all rows.
                                     ///< Numbers beyond the format's largest code become that code. 0: a row's scale follows from its
                                     ///< largest number. Another value compiles nothing
-    double fp8_weight_scale = 0.0;  ///< number that one code of the weight stands for. Both scales are given or neither
+    double fp8_weight_scale = 0.0;  ///< number that one code of the weight stands for. Both scales are given or neither; beside a weight
+                                    ///< of codes, which has scales of its own, hidden's alone or none
     Outputs outputs{};
 
     friend bool operator==(const Spec&, const Spec&) = default;

@@ -19,13 +19,18 @@ from flce.core._frame import PLAIN_TYPES
 
 DEVICE_TYPES = ("cpu", "cuda", "meta")
 MOST_TEACHER_TOP_K = 1024
+_HIDDEN_CODES = (
+    "Codes of one scale s are found again in (hidden.float() * s).to(torch.bfloat16) by fp8=flce.Fp8('e4m3', scales=(s, None)) beside a "
+    "weight of codes; of a scale a row by flce.Fp8('e4m3')"
+)
 
 
 def check_inputs(hidden: Tensor, weight: Tensor, target: Tensor, of_classes: Mapping[str, Tensor | None], sequence_ranks: int = 1) -> None:
     """`of_classes`: tensors with a number for every class, by name. `sequence_ranks`: over how many ranks hidden's first dimension lies."""
     dtype, device = hidden.dtype, hidden.device
     if dtype not in DTYPES:
-        raise errors.DTypeError(f"hidden has dtype {dtype}; allowed are float32, bfloat16, float16")
+        codes = f". {_HIDDEN_CODES}" if dtype is torch.float8_e4m3fn else ""
+        raise errors.DTypeError(f"hidden has dtype {dtype}; allowed are float32, bfloat16, float16{codes}")
     if weight.dtype is not dtype and weight.dtype is not torch.float32:
         codes = f"; {_formats.WITH_SCALES}" if _formats.are_codes(weight.dtype) else ""
         raise errors.DTypeError(f"weight has dtype {weight.dtype}; with hidden in {dtype} it must be that or float32{codes}")
