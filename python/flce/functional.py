@@ -58,9 +58,11 @@ class _Given:
                 raise TypeError(f"linear_{place}() got an unexpected keyword argument {name!r}")
             getattr(self, way)[name] = value
         read: Any = weight
+        fp8 = self.options.get("fp8")
         if isinstance(weight, nn.Module):
-            read, self.tensors["bias"] = _heads.of_linear(weight, self.tensors.get("bias"), reads_codes=True)
-        self.codes = _formats.codes_of(read, *(self.tensors.pop(name, None) for name in _SCALES))
+            read, self.tensors["bias"] = _heads.of_linear(weight, self.tensors.get("bias"), reads_codes=True, fp8=fp8)
+        scale, tensor_scale = (self.tensors.pop(name, None) for name in _SCALES)
+        self.codes = _formats.codes_of(read, scale, tensor_scale, fp8)
         if self.codes is not None and "weight_scale" not in ways:
             _formats.refuse_codes("weight", self.codes, f"and linear_{place} {_NO_CODES}")
         self.weight: Tensor = read if self.codes is None else self.codes.weight

@@ -175,7 +175,7 @@ class CausalLMLoss:
         self._meanings: dict[Any, Meaning] = {}  # meanings of the model's own loss, by kinds of calls
         tap = _head_tap.of(self._model)
         if tap is not None:
-            tap.kinds = ()
+            tap.kinds, tap.fp8 = (), self.loss.options.get("fp8")
 
     def __call__(self, outputs: Any, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
         """The loss, an fp32 scalar, of outputs (what the model returned) against labels [batch, sequence], int64 or int32, not shifted."""

@@ -85,7 +85,7 @@ class FusedLMHead(nn.Linear):
                 f"linear is a {_heads.kind_of(linear)}; from_linear takes a plain torch.nn.Linear. For a layer with a LoRA adapter use "
                 "flce.LinearCrossEntropyLoss(layer), which reads adapters"
             )
-        if (why := _heads.why_weight_is_made(linear) or _heads.why_no_product(linear)) is not None:
+        if (why := _heads.why_weight_is_made(linear) or _heads.why_no_product(linear, fp8=options.get("fp8"))) is not None:
             raise errors.ArgumentError(f"linear is a Linear that {why}; make the FusedLMHead before what changes the layer")
         made = cls(1, 1, False, "meta", shift=shift, ignore_index=ignore_index, **options)
         for name in _KEPT:
@@ -95,7 +95,7 @@ class FusedLMHead(nn.Linear):
 
     def _take_parameters(self, linear: nn.Linear) -> None:
         """Has weight and bias of `linear`; of a layer of compressed-tensors all that its weight lies in, and what says how."""
-        if _formats.of_layer("linear", linear) is None:
+        if _formats.of_layer("linear", linear, self.options.get("fp8")) is None:
             self.weight, self.bias = linear.weight, linear.bias
             return
         del self.weight
@@ -172,7 +172,7 @@ class FusedLMHead(nn.Linear):
         """The weight, whole as far as this rank is to have it; of a quantised one its codes."""
         for name in ("weight", "bias"):
             _zero3.refuse_ungathered(name, getattr(self, name, None))
-        codes = _formats.of_layer("the head", self)
+        codes = _formats.of_layer("the head", self, self.options.get("fp8"))
         if codes is not None:
             _heads.check_place("weight", codes.weight, input)
             return codes

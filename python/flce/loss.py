@@ -170,7 +170,8 @@ class LinearCrossEntropyLoss:
     def operands(self, hidden_states: Tensor, *, dropout: bool = True) -> _heads.Operands:
         """(hidden, weight, bias) whose product are the logits, before logit_scale and softcap, with the output layer as it is now. An
         adapter's columns are appended to hidden and weight; dropout=False leaves the adapter's dropout out."""
-        return _heads.operands(self.output_embeddings, hidden_states, dropout=dropout, applied=self._applied())
+        fp8 = self.options.get("fp8")
+        return _heads.operands(self.output_embeddings, hidden_states, dropout=dropout, applied=self._applied(), fp8=fp8)
 
     def _applied(self) -> tuple[float, float] | None:
         return None if self.head_is_compared else _heads.scale_and_cap(self.options)

@@ -84,7 +84,7 @@ def linear_topk(
     if codes is not None:
         _codes.check_plain(hidden, codes, beside, over_ranks=asked is not None)
         hidden, _, bias = _autocast(hidden, codes.weight, bias)
-        layer = _Layer(*_codes.as_kernels_read(hidden, *codes))
+        layer = _Layer(*_codes.as_kernels_read(hidden, *codes[:3]))
         seen = hidden.new_empty(1).expand(layer.weight.shape[0], hidden.shape[-1])  # the dequantised weight, as checks see it
     else:
         _check_plain(hidden, read, beside, over_ranks=asked is not None)

@@ -52,6 +52,25 @@ def float8(**changes: Any) -> Wrapped:
     return named("torchao.quantization", "Float8Tensor")([CLASSES, HIDDEN], **kept)
 
 
+def by_rows(*, granularity: str = "PerRow", dim: int = -1, **changes: Any) -> Any:
+    """torchao's QuantizeTensorToFloat8Kwargs."""
+    kwargs: Any = type("QuantizeTensorToFloat8Kwargs", (), {"__module__": "torchao.quantization"})()
+    kwargs.granularity = type(granularity, (), {"dim": dim})()
+    vars(kwargs).update({"float8_dtype": E4M3, "hp_value_lb": None, "hp_value_ub": None} | changes)
+    return kwargs
+
+
+def inputs(**changes: Any) -> Any:
+    """Rounded hidden states in a scheme of compressed-tensors: by rows, as they come."""
+    of_rows = {"type": "float", "num_bits": 8, "strategy": "token", "dynamic": True, "symmetric": True, "scale_dtype": None}
+    return types.SimpleNamespace(**(of_rows | changes))
+
+
+def static(scale: Tensor | None = None, form: str = "column", **more: Any) -> nn.Linear:
+    given = torch.tensor([0.02]) if scale is None else scale
+    return compressed(form, layer_input_activations=inputs(strategy="tensor", dynamic=False), layer_input_scale=given, **more)
+
+
 def nvfp4(**changes: Any) -> Wrapped:
     given, _ = quantized("nvfp4", "cpu")
     attributes = {
@@ -149,6 +168,73 @@ def test_a_head_in_8_bits_multiplies_a_layers_codes(kind: str) -> None:
     check(flce.FusedLMHead.from_linear(head, shift=1, fp8=fp8)(hidden, labels=target), expected, hidden, "cpu")
 
 
+E4M3_HEAD, STATIC = flce.Fp8("e4m3"), flce.Fp8("e4m3", scales=(0.02, None))
+ROUNDING: dict[str, tuple[Callable[[], nn.Linear], flce.Fp8]] = {
+    "torchao": (lambda: linear(float8(act_quant_kwargs=by_rows())), E4M3_HEAD),
+    "compressed": (lambda: compressed("column", layer_input_activations=inputs()), E4M3_HEAD),
+    "compressed static": (static, STATIC),
+}
+
+
+@pytest.mark.parametrize("kind", ROUNDING)
+def test_a_head_in_8_bits_of_a_layer_that_rounds_hidden_states(kind: str) -> None:
+    make, fp8 = ROUNDING[kind]
+    head, (hidden, target) = make(), hidden_of(torch.bfloat16, "cpu")
+    given, dense = quantized("column", "cpu")
+    expected = flce.linear_cross_entropy(hidden, given["weight"], target, weight_scale=given["weight_scale"], shift=1, fp8=fp8)
+    loss, fused = flce.LinearCrossEntropyLoss(head, shift=1, fp8=fp8), flce.FusedLMHead.from_linear(head, shift=1, fp8=fp8)
+    assert torch.equal(loss(hidden, target), expected)
+    check(fused(hidden, labels=target), expected, hidden, "cpu")
+    if "compressed" not in kind:
+        assert torch.equal(flce.linear_cross_entropy(hidden, head.weight, target, shift=1, fp8=fp8), expected)
+    rows = hidden.detach().double()
+    scale = rows.abs().amax(-1, keepdim=True) / 448 if fp8 is E4M3_HEAD else 0.02
+    logits = ((rows / scale).clamp(-448, 448).to(E4M3).double() * scale) @ dense.double().T
+    for made in (fused(hidden), loss.forward_logits(hidden)):
+        torch.testing.assert_close(made.double(), logits, rtol=2**-7, atol=2**-7 * float(logits.abs().max()))
+        assert torch.autograd.grad(made.sum(), hidden)[0].any()
+    read = loss.operands(hidden).weight
+    for other in (None, flce.Fp8(), flce.Fp8("e4m3", scales=(0.03, None)), STATIC if fp8 is E4M3_HEAD else E4M3_HEAD):
+        with pytest.raises(flce.ArgumentError, match=r"rounds hidden states as well, as losses with fp8=flce\.Fp8\('e4m3'"):
+            flce.LinearCrossEntropyLoss(head, shift=1, fp8=other)(hidden, target)
+        with pytest.raises(flce.ArgumentError, match="weight is codes of a layer which rounds hidden states as well"):
+            flce.linear_cross_entropy(hidden, read, target, fp8=other)
+    with pytest.raises(flce.ArgumentError, match="which rounds hidden states as well"):
+        flce.linear_topk(hidden, head, 3)
+
+
+ROUNDED_OTHERWISE: dict[str, tuple[Callable[[], nn.Linear], str]] = {
+    "torchao whole": (lambda: linear(float8(act_quant_kwargs=by_rows(granularity="PerTensor"))), "as no flce.Fp8 does"),
+    "torchao columns": (lambda: linear(float8(act_quant_kwargs=by_rows(dim=1))), "as no flce.Fp8 does"),
+    "torchao bounds": (lambda: linear(float8(act_quant_kwargs=by_rows(hp_value_ub=3.0))), "as no flce.Fp8 does"),
+    "torchao e5m2": (lambda: linear(float8(act_quant_kwargs=by_rows(float8_dtype=torch.float8_e5m2))), "as no flce.Fp8 does"),
+    "nvfp4": (lambda: linear(nvfp4(act_quant_kwargs=by_rows())), "act_quant_kwargs = None"),
+    "whole": (lambda: compressed("column", layer_input_activations=inputs(strategy="tensor")), "by tensor, dynamic, which.*no flce.Fp8"),
+    "groups": (lambda: compressed("column", layer_input_activations=inputs(strategy="group")), "float of 8 bits by group, dynamic"),
+    "integers": (lambda: compressed("column", layer_input_activations=inputs(type="int")), "int of 8 bits by token, dynamic"),
+    "zero points": (lambda: compressed("column", layer_input_activations=inputs(symmetric=False)), "no flce.Fp8"),
+    "powers": (lambda: compressed("column", layer_input_activations=inputs(scale_dtype=torch.uint8)), "no flce.Fp8"),
+    "a zero point": (lambda: static(layer_input_zero_point=torch.zeros(1)), "by tensor, which.*no flce.Fp8"),
+    "two numbers": (lambda: static(torch.ones(2)), "no flce.Fp8"),
+    "on meta": (lambda: static(torch.ones(1, device="meta")), "input_scale, one number, is to be compared"),
+    "logits": (lambda: compressed("column", layer_output_activations=0), "output_activations in its scheme, which rounds logits"),
+}
+
+
+@pytest.mark.parametrize("fp8", [E4M3_HEAD, STATIC])
+@pytest.mark.parametrize("kind", ROUNDED_OTHERWISE)
+def test_hidden_states_that_are_rounded_otherwise_are_refused(kind: str, fp8: flce.Fp8) -> None:
+    make, message = ROUNDED_OTHERWISE[kind]
+    head, (hidden, target) = make(), hidden_of(torch.bfloat16, "cpu")
+    for call in (
+        lambda: flce.LinearCrossEntropyLoss(head, shift=0, fp8=fp8)(hidden, target),
+        lambda: flce.linear_cross_entropy(hidden, head, target, fp8=fp8),
+        lambda: flce.FusedLMHead.from_linear(head, fp8=fp8)(hidden, labels=target),
+    ):
+        with pytest.raises(flce.ArgumentError, match=message):
+            call()
+
+
 @pytest.mark.parametrize("form", ["rows", "column", "number", "blocks", "nvfp4", "nvfp4_alone"])
 def test_numbers_of_codes(form: str) -> None:
     given, dense = quantized(form, "cpu")
@@ -166,7 +252,10 @@ WRONG: dict[str, tuple[Callable[[], nn.Linear], str]] = {
     "scale": (lambda: linear(float8(scale=torch.ones(7, 1))), r"whose scale is \[7, 1\] with a block_size of \[1, 144\]"),
     "no block size": (lambda: linear(float8(block_size=None)), "whose block_size is None"),
     "another version": (lambda: linear(float8(block_size=...)), "without block_size, as no version that is known"),
-    "inputs": (lambda: linear(float8(act_quant_kwargs=1)), "rounds hidden states as well.*set weight.act_quant_kwargs = None"),
+    "inputs": (
+        lambda: linear(float8(act_quant_kwargs=1)),
+        "act_quant_kwargs 1, which rounds hidden states as well.*set weight.act_quant_kwargs = None",
+    ),
     "nvfp4 groups": (lambda: linear(nvfp4(block_size=32)), "whose block_size is 32"),
     "nvfp4 scale": (lambda: linear(nvfp4(is_swizzled_scales=True)), r"whose scale is \[301, 9\], where \[96, 48\] is expected"),
     "nvfp4 whole": (lambda: linear(nvfp4(per_tensor_scale=torch.ones(3))), r"whose per_tensor_scale is torch.float32 \[3\]"),

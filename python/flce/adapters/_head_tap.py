@@ -86,6 +86,7 @@ class HeadTap:
         self.active = False
         self.thread = 0  # the thread that runs the step
         self.patch: Any = None  # the forward that flce.patch sets; None: it stops at the hidden states
+        self.fp8: Any = None  # option of the loss, for a layer that rounds hidden states
         self.fused: Any = None  # from hidden states to the loss, computed in the output layer's forward, where its weight is gathered
         self.fused_loss: Tensor | None = None
         self.carrier: Tensor | None = None  # the output layer's output in place of logits: its gradient comes before the loss's
@@ -360,9 +361,10 @@ def _probe(tap: HeadTap, head: Any, hidden: Tensor) -> Tensor:
     with _heads.without_dropout(head):
         # Each sequence's last row: padded on the right or not, it attends to something.
         last = hidden[..., -1:, :]
-        plain = _heads.operands(head, last, dropout=False)  # raises for a weight that cannot be read, before the forward fails by it
+        # Raises for a weight that cannot be read, before the forward fails by it.
+        plain = _heads.operands(head, last, dropout=False, fp8=tap.fp8)
         tap.probe = _heads.probe_rows(last, _own_logits(head, last, plain))
-        of_rows = _heads.operands(head, tap.probe, dropout=False)
+        of_rows = _heads.operands(head, tap.probe, dropout=False, fp8=tap.fp8)
         tap.probe_plain = of_rows.logits()
         own = tap.probe_own = _own_logits(head, tap.probe, of_rows)
         return own

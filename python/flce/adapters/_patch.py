@@ -182,7 +182,7 @@ def patch(model: Any, *, training_logits: bool = False, evaluation_logits: bool 
     prepare(model)
     tap: Any = _head_tap.of(inner)
     tap.patch = made
-    tap.kinds = ()
+    tap.kinds, tap.fp8 = (), options.get("fp8")
     return model
 
 

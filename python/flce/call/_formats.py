@@ -6,6 +6,7 @@ attribute that is read is looked at. What is not understood is refused.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from flce import errors
 
 BLOCK, GROUP = 128, 16  # e4m3's blocks; numbers of a row that have an NVFP4 scale
-_E4M3 = torch.float8_e4m3fn
+_E4M3, _MOST = torch.float8_e4m3fn, 448.0
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 _BYTES = tuple(dtype for dtype in (torch.uint8, getattr(torch, "float4_e2m1fn_x2", None)) if dtype is not None)
 _ROWS = 1024  # classes that are dequantised at a time, where logits are asked for
@@ -25,7 +26,6 @@ _COMPRESSED = ("compressed", "decompressed")  # states in which a layer of compr
 _KNOWN = "Kernels read float8_e4m3fn with scales of rows, of 128 x 128 blocks or of the whole, and NVFP4"
 STATE = ("quantization_scheme", "quantization_status", "quantization_enabled")  # names of notes of compressed-tensors in a layer
 WITH_SCALES = "codes are given with weight_scale (e4m3, NVFP4), or dequantised"
-_ROUNDED_INPUTS = "which rounds hidden states as well, and a loss here multiplies them as they are"
 
 
 class Codes(NamedTuple):
@@ -34,6 +34,7 @@ class Codes(NamedTuple):
     weight: Tensor
     weight_scale: Tensor
     weight_tensor_scale: Tensor | float | None = None  # NVFP4's, None of e4m3
+    inputs: Any = None  # scales of the flce.Fp8 that rounds hidden states as the layer does; None: it does not round them
 
     @property
     def shape(self) -> torch.Size:
@@ -65,6 +66,8 @@ class Codes(NamedTuple):
 
     def logits(self, hidden: Tensor, bias: Tensor | None) -> Tensor:
         """[..., V] in hidden's dtype; a part of the classes is dequantised at a time, in backward again."""
+        if self.inputs is not None:
+            hidden = _rounded(hidden, self.inputs)
 
         def part(hidden: Tensor, first: int, last: int) -> Tensor:
             rows = self.numbers(first, last).to(hidden.dtype)
@@ -76,29 +79,37 @@ class Codes(NamedTuple):
         return torch.cat([part(hidden, *each) for each in ends], dim=-1)
 
 
-def of_layer(what: str, layer: Any) -> Codes | None:
+def _rounded(hidden: Tensor, scales: Any) -> Tensor:
+    """Numbers of hidden's codes, in its dtype. The gradient is that of hidden as it is."""
+    wide = hidden.detach().float()
+    scale = wide.abs().amax(-1, keepdim=True) / _MOST if isinstance(scales, str) else wide.new_tensor(scales[0])
+    codes = torch.where(scale > 0, wide / scale, 0.0).clamp(-_MOST, _MOST).to(_E4M3)
+    return hidden + ((codes.float() * scale).to(hidden.dtype) - hidden).detach()
+
+
+def of_layer(what: str, layer: Any, fp8: Any = None) -> Codes | None:
     """Codes of the layer's weight; None for a weight of numbers, or one that `refuse_quantised` knows. Raises ArgumentError for a format,
-    and for a layer, that is understood to be another one."""
+    and for a layer, that is understood to be another one, and for one that rounds hidden states in another way than a loss with `fp8`."""
     layer = getattr(layer, "_modules", {}).get("_orig_mod", layer)  # torch.compile's wrapper
     scheme = getattr(layer, "quantization_scheme", None)
     if _package(type(scheme)) == "compressed_tensors":
-        return _of_compressed(what, layer, scheme)
-    return of_tensor(f"{what}'s weight", getattr(layer, "weight", None))
+        return _of_compressed(what, layer, scheme, fp8)
+    return of_tensor(f"{what}'s weight", getattr(layer, "weight", None), fp8)
 
 
-def of_tensor(name: str, weight: Any) -> Codes | None:
+def of_tensor(name: str, weight: Any, fp8: Any = None) -> Codes | None:
     """Codes of a tensor, as `of_layer` has those of a layer."""
     kind = type(weight)
     if kind is Tensor or kind is nn.Parameter or _package(kind) != "torchao":
         return None
     reader = _READERS.get(kind.__name__)
-    return None if reader is None else reader(name, weight)
+    return None if reader is None else reader(name, weight, fp8)
 
 
-def codes_of(weight: Any, scale: Tensor | None, tensor_scale: Tensor | float | None) -> Codes | None:
+def codes_of(weight: Any, scale: Tensor | None, tensor_scale: Tensor | float | None, fp8: Any = None) -> Codes | None:
     """Codes of a call's weight, with the scales that are given beside it or with its own; None for a weight of numbers. Raises
     ArgumentError for scales that are given twice, or without what they go with."""
-    codes = weight if isinstance(weight, Codes) else of_tensor("weight", weight)
+    codes = weight if isinstance(weight, Codes) else of_tensor("weight", weight, fp8)
     if codes is None and scale is not None:
         return Codes(weight, scale, tensor_scale)
     for name, given in (("weight_scale", scale), ("weight_tensor_scale", tensor_scale)):
@@ -106,6 +117,8 @@ def codes_of(weight: Any, scale: Tensor | None, tensor_scale: Tensor | float | N
             raise errors.ArgumentError(f"{name} is given, and weight has its own; give codes and scales, or the quantised weight alone")
     if tensor_scale is not None:
         raise errors.ArgumentError("weight_tensor_scale is given and weight_scale is None; it goes with an NVFP4 weight's scales")
+    if codes is not None and codes.inputs is not None and (why := _why_rounded_otherwise(codes.inputs, fp8)) is not None:
+        raise errors.ArgumentError(f"weight is codes of a layer {why}")
     return codes
 
 
@@ -172,13 +185,25 @@ _DEQUANTISE: dict[str, Callable[[Any], str]] = {
 }
 
 
+def _why_rounded_otherwise(scales: Any, fp8: Any) -> str | None:
+    """Says how a layer rounds hidden states where a loss with `fp8` does not; None where that does it alike. `scales`: of the flce.Fp8
+    that does, None where none does."""
+    if scales is None:
+        return "which rounds hidden states as well, as no flce.Fp8 does (a scale a row, or one given number)"
+    own = getattr(fp8, "scales", None) if getattr(fp8, "logits", None) == "e4m3" else None
+    if isinstance(own, tuple) and isinstance(scales, tuple):
+        own, scales = ((ctypes.c_float(hidden).value, weight) for hidden, weight in (own, scales))  # numbers as kernels have them
+    form = "" if isinstance(scales, str) else f", scales={scales}"
+    return None if own == scales else f"which rounds hidden states as well, as losses with fp8=flce.Fp8('e4m3'{form}) do"
+
+
 # ── torchao ─────────────────────────────────────────
 
 
-def _of_float8(name: str, weight: Any) -> Codes:
+def _of_float8(name: str, weight: Any, fp8: Any) -> Codes:
     """A Float8Tensor."""
     codes, scale, block = (_read(name, weight, each) for each in ("qdata", "scale", "block_size"))
-    _refuse_rounding(name, weight)
+    inputs = _inputs_of(name, weight, fp8)
     if codes.dtype is not _E4M3 or codes.dim() != 2 or list(codes.shape) != list(weight.shape):
         raise _not_read(name, weight, f"whose qdata is {codes.dtype} {list(codes.shape)}")
     rows, columns = codes.shape
@@ -189,14 +214,14 @@ def _of_float8(name: str, weight: Any) -> Codes:
         raise _not_read(name, weight, f"whose block_size is {block}")
     if list(scale.shape) != expected and not (scale.numel() == 1 and expected == [1, 1]):
         raise _not_read(name, weight, f"whose scale is {list(scale.shape)} with a block_size of {list(block)}")
-    return Codes(codes, scale)
+    return Codes(codes, scale, inputs=inputs)
 
 
-def _of_nvfp4(name: str, weight: Any) -> Codes:
+def _of_nvfp4(name: str, weight: Any, fp8: Any) -> Codes:
     """An NVFP4Tensor. Swizzled scales are copied, V · D / 16 bytes."""
     codes, scale, group = (_read(name, weight, each) for each in ("qdata", "scale", "block_size"))
     whole, swizzled = (_read(name, weight, each) for each in ("per_tensor_scale", "is_swizzled_scales"))
-    _refuse_rounding(name, weight)
+    _inputs_of(name, weight, None)
     if codes.dtype not in _BYTES or codes.dim() != 2 or [codes.shape[0], 2 * codes.shape[1]] != list(weight.shape):
         raise _not_read(name, weight, f"whose qdata is {codes.dtype} {list(codes.shape)}")
     if group != GROUP or scale.dtype is not _E4M3:
@@ -219,12 +244,29 @@ def _unswizzled(scale: Tensor, rows: int, groups: int) -> Tensor:
     return lying[:rows, :groups].contiguous().view(_E4M3)
 
 
-def _refuse_rounding(name: str, weight: Any) -> None:
-    if _read(name, weight, "act_quant_kwargs") is not None:
+def _inputs_of(name: str, weight: Any, fp8: Any) -> str | None:
+    """Codes.inputs of a torchao tensor. Raises ArgumentError where a loss with `fp8` rounds hidden states in another way."""
+    kwargs = _read(name, weight, "act_quant_kwargs")
+    if kwargs is None:
+        return None
+    by_row = _is_by_row(kwargs)
+    if (why := _why_rounded_otherwise("dynamic" if by_row else None, fp8)) is not None:
         raise errors.ArgumentError(
-            f"{name} is a {_kind(weight)} with act_quant_kwargs, {_ROUNDED_INPUTS}: quantise the weight alone (Float8WeightOnlyConfig, "
-            "NVFP4WeightOnlyConfig), or set weight.act_quant_kwargs = None"
+            f"{name} is a {_kind(weight)} with act_quant_kwargs{'' if by_row else f' {kwargs}'}, {why}; for the weight alone set "
+            "weight.act_quant_kwargs = None, or quantise it so (Float8WeightOnlyConfig, NVFP4WeightOnlyConfig)"
         )
+    return "dynamic"
+
+
+def _is_by_row(kwargs: Any) -> bool:
+    """Whether torchao rounds hidden states to e4m3 whose largest code is each row's largest number."""
+    granularity = getattr(kwargs, "granularity", None)
+    return (
+        (_package(type(kwargs)), type(kwargs).__name__) == ("torchao", "QuantizeTensorToFloat8Kwargs")
+        and getattr(kwargs, "float8_dtype", None) is _E4M3
+        and (type(granularity).__name__, getattr(granularity, "dim", None)) == ("PerRow", -1)
+        and all(getattr(kwargs, bound, 0.0) is None for bound in ("hp_value_lb", "hp_value_ub"))
+    )
 
 
 def _read(name: str, weight: Any, attribute: str) -> Any:
@@ -241,18 +283,18 @@ def _kind(given: Any) -> str:
     return f"{type(given).__module__}.{type(given).__qualname__}"
 
 
-_READERS: dict[str, Callable[[str, Any], Codes]] = {"Float8Tensor": _of_float8, "NVFP4Tensor": _of_nvfp4}
+_READERS: dict[str, Callable[[str, Any, Any], Codes]] = {"Float8Tensor": _of_float8, "NVFP4Tensor": _of_nvfp4}
 
 
 # ── compressed-tensors ──────────────────────────────
 
 
-def _of_compressed(what: str, layer: Any, scheme: Any) -> Codes | None:
+def _of_compressed(what: str, layer: Any, scheme: Any, fp8: Any) -> Codes | None:
     """A layer whose state is "compressed"; in every other one its weight is numbers."""
     if not is_compressed(layer):
         return None
     weights = scheme.weights
-    if (why := why_more(layer)) is not None:
+    if (why := why_more(layer, fp8)) is not None:
         raise errors.ArgumentError(f"{what} is a {_kind(layer)} of compressed-tensors that {why}")
     form = tuple(getattr(weights, each, None) for each in ("type", "num_bits", "strategy"))
     said = f"{what} is a {_kind(layer)} of compressed-tensors, {form[0]} of {form[1]} bits by {form[2]}"
@@ -272,7 +314,7 @@ def _of_compressed(what: str, layer: Any, scheme: Any) -> Codes | None:
         of_strategy["block"] = [-(-rows // BLOCK), -(-columns // BLOCK)]
     if list(scale.shape) != of_strategy.get(str(form[2])):
         raise _not_compressed(said, f"with weight_scale {list(scale.shape)} of blocks {block}")
-    return Codes(codes.detach(), scale.detach())
+    return Codes(codes.detach(), scale.detach(), inputs=fp8.scales if _rounds_inputs(layer) else None)
 
 
 def _of_packed(said: str, layer: Any, scale: Tensor) -> Codes:
@@ -295,17 +337,42 @@ def is_forward_of_compressed(forward: Any) -> bool:
     return str(getattr(forward, "__globals__", {}).get("__name__", "")).partition(".")[0] == "compressed_tensors"
 
 
-def why_more(layer: Any) -> str | None:
-    """Names something that a layer of compressed-tensors computes beside the product with its weight; None where that is all."""
+def why_more(layer: Any, fp8: Any = None) -> str | None:
+    """Names something that a layer of compressed-tensors computes beside the product with its weight, or with `fp8` beside the product with
+    hidden states that are rounded so; None where that is all."""
     scheme = getattr(layer, "quantization_scheme", None)
     if scheme is None or not getattr(layer, "quantization_enabled", True):
         return None
-    for each in ("input_activations", "output_activations"):
-        if getattr(scheme, each, None) is not None:
-            return f"has {each} in its scheme, {_ROUNDED_INPUTS}: set its quantization_enabled = False for the weight alone"
+    alone = "for the weight alone set its quantization_enabled = False"
+    if _rounds_inputs(layer) and (why := _why_inputs_differ(layer, scheme.input_activations, fp8)) is not None:
+        return f"has input_activations in its scheme, {why}; {alone}"
+    if getattr(scheme, "output_activations", None) is not None:
+        return f"has output_activations in its scheme, which rounds logits; {alone}"
     if getattr(scheme, "weights", None) is not None and _status(layer) not in _COMPRESSED:
         return "rounds its weight in each forward: compress it (compressed_tensors.compressors.compress_module)"
     return None
+
+
+def _rounds_inputs(layer: Any) -> bool:
+    return getattr(layer, "quantization_enabled", True) and getattr(layer.quantization_scheme, "input_activations", None) is not None
+
+
+def _why_inputs_differ(layer: Any, inputs: Any, fp8: Any) -> str | None:
+    """_why_rounded_otherwise of a layer of compressed-tensors."""
+    form = tuple(getattr(inputs, each, None) for each in ("type", "num_bits", "strategy", "dynamic"))
+    said = f"{form[0]} of {form[1]} bits by {form[2]}{', dynamic' if form[3] else ''}, "
+    scale = getattr(layer, "input_scale", None)
+    more = [name for name in (*layer._parameters, *layer._buffers) if name.startswith("input_") and name != "input_scale"]
+    if not is_compressed(layer):
+        return f"{said}which rounds hidden states as well, as losses with fp8 do where it is compressed"
+    plain = getattr(inputs, "symmetric", False) is True and getattr(inputs, "scale_dtype", None) is None and not more
+    if plain and form == ("float", 8, "token", True):
+        return _why_rounded_otherwise("dynamic", fp8)
+    if not plain or form != ("float", 8, "tensor", False) or scale is None or scale.numel() != 1:
+        return said + str(_why_rounded_otherwise(None, fp8))
+    if torch.compiler.is_compiling() or scale.is_meta:
+        return "whose input_scale, one number, is to be compared with fp8's, and is read neither under torch.compile nor on meta"
+    return _why_rounded_otherwise((scale.item(), None), fp8)
 
 
 def _status(layer: Any) -> str:

@@ -48,14 +48,15 @@ class Operands(NamedTuple):
         return F.linear(self.hidden, self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype))
 
 
-def operands(head: Any, hidden: Tensor, *, dropout: bool = True, applied: tuple[float, float] | None = None) -> Operands:
+def operands(head: Any, hidden: Tensor, *, dropout: bool = True, applied: tuple[float, float] | None = None, fp8: Any = None) -> Operands:
     """The product that `head`, a module with .weight [V, D] and perhaps .bias [V], makes of hidden [..., D], read from it now.
 
     A LoRA layer makes hidden · weightᵀ + scaling · dropout(hidden) · Aᵀ · Bᵀ, which is one product of [hidden, scaling · dropout(hidden) ·
     Aᵀ] and [weight, B]: nothing is merged, so a 16-bit weight does not swallow what the adapter adds. It takes a copy of the weight, V · (D
     + r) elements. dropout=False leaves the adapter's dropout out. `applied`: the logit_scale and softcap of a caller who does not compare
-    the product with the head's own forward, which must then be one that is known to be it. Raises ArgumentError for that, for adapters of
-    another kind, and for a layer with parameters of its own beside weight and bias; PlacementError for a weight that is not here.
+    the product with the head's own forward, which must then be one that is known to be it. `fp8`: the loss's, as which a quantised layer
+    may round hidden states. Raises ArgumentError for another forward, for adapters of another kind, and for a layer with parameters of its
+    own beside weight and bias; PlacementError for a weight that is not here.
     """
     _refuse_unknown_adapter(head)
     base: Any = head.get_base_layer() if _is_adapter(head) else head
@@ -63,9 +64,9 @@ def operands(head: Any, hidden: Tensor, *, dropout: bool = True, applied: tuple[
     adapters = _active_adapters(head)
     _refuse_unused_parameters(base, weight, bias)
     _refuse_ungathered(head, adapters)
-    if applied is not None and not _is_plain(head) and (why := why_weight_is_made(head) or why_no_product(head, applied)) is not None:
+    if applied is not None and not _is_plain(head) and (why := why_weight_is_made(head) or why_no_product(head, applied, fp8)) is not None:
         raise errors.ArgumentError(f"the output layer is a {kind_of(head)} that {why}. {INSTEAD}")
-    codes = _formats.of_layer("the output layer", base)
+    codes = _formats.of_layer("the output layer", base, fp8)
     if codes is not None:
         check_place("the output layer's weight", codes.weight, hidden)
         if adapters:
@@ -139,7 +140,7 @@ def hooks_of(layer: Any) -> list[tuple[str, Any]]:
     return [(name, hook) for name in _HOOKS for hook in getattr(layer, name).values()]
 
 
-def why_no_product(head: Any, applied: tuple[float, float] = PLAIN) -> str | None:
+def why_no_product(head: Any, applied: tuple[float, float] = PLAIN, fp8: Any = None) -> str | None:
     """Why the forward of `head` is not known to be hidden · weightᵀ + bias, with the logit_scale and softcap that the caller applies; None
     where it is: nn.Linear's, also where torch.compile, peft or accelerate has wrapped it, a FusedLMHead's, and modules that hold a weight
     alone (an nn.Embedding too). Hooks that gather a weight compute nothing."""
@@ -154,7 +155,7 @@ def why_no_product(head: Any, applied: tuple[float, float] = PLAIN) -> str | Non
     if forward in (nn.Linear.forward, nn.Embedding.forward) or getattr(forward, "__name__", "") == "_forward_unimplemented":
         return None
     if _formats.is_forward_of_compressed(forward):
-        return _formats.why_more(holder)
+        return _formats.why_more(holder, fp8)
     if getattr(forward, "__module__", "") == "flce.lm_head":
         own = scale_and_cap(holder.options)
         return None if own == applied else f"has logit_scale {own[0]} and softcap {own[1]}, where {applied[0]} and {applied[1]} are given"
@@ -326,7 +327,7 @@ def _refuse_ungathered(head: Any, adapters: list[str]) -> None:
         _zero3.refuse_ungathered(f"the output layer's {name}", parameter, **how)
 
 
-def of_linear(layer: Any, bias: Tensor | None = None, *, reads_codes: bool = False) -> tuple[Any, Tensor | None]:
+def of_linear(layer: Any, bias: Tensor | None = None, *, reads_codes: bool = False, fp8: Any = None) -> tuple[Any, Tensor | None]:
     """Weight and bias of a plain nn.Linear that a caller gives for a weight. Raises ArgumentError, PlacementError for layers that compute
     something else, whose hooks would not run, or whose weight is not here. With `reads_codes` a quantised layer's weight may be Codes."""
     if type(layer) is not nn.Linear:
@@ -336,11 +337,11 @@ def of_linear(layer: Any, bias: Tensor | None = None, *, reads_codes: bool = Fal
         )
     for name in ("weight", "bias"):
         _zero3.refuse_ungathered(name, getattr(layer, name, None))
-    codes = _formats.of_layer("weight", layer)
+    codes = _formats.of_layer("weight", layer, fp8)
     if codes is None or not reads_codes:
         _formats.refuse_codes("weight", codes)
         _formats.refuse_quantised("weight", layer.weight)
-    if (why := why_weight_is_made(layer) or why_no_product(layer)) is not None:
+    if (why := why_weight_is_made(layer) or why_no_product(layer, fp8=fp8)) is not None:
         raise errors.ArgumentError(f"weight is a Linear that {why}. {INSTEAD}")
     if bias is not None:
         raise errors.ArgumentError(

@@ -46,7 +46,7 @@ def run(
         )
     bias, offset, temperature, token_weight = (tensors.get(name) for name in ("bias", "class_offset", "temperature", "token_weight"))
     hidden, bias = _autocast(hidden, bias)
-    codes, scale, tensor_scale = as_kernels_read(hidden, *given)
+    codes, scale, tensor_scale = as_kernels_read(hidden, *given[:3])
     layer = hidden.new_empty(1).expand(codes.shape[0], hidden.shape[-1])  # the dequantised weight, as checks see it
     _arguments.check_inputs(hidden, layer, target, {"bias": bias, "class_offset": offset})
     if bias is not None and bias.dtype is not hidden.dtype:
