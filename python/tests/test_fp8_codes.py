@@ -8,13 +8,14 @@ import pytest
 import torch
 from fp8_support import error, truth_of
 from test_fp8 import BOUND, CLASSES, CUT_OFF_GRADIENT, CUT_OFF_LOSS, HIDDEN, has_fp8, tensors
+from test_quantized import retained
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import flce
 from flce import errors
 
-__all__ = ["has_fp8"]  # a fixture that skips GPUs without such kernels
+__all__ = ["has_fp8", "retained"]  # fixtures; the first skips GPUs without such kernels
 
 
 def bounds(hidden: Tensor) -> tuple[float, float]:
@@ -126,6 +127,23 @@ def test_hidden_of_codes_says_what_to_give(device: str) -> None:
             errors.DTypeError, match=r"hidden has dtype torch\.float8_e4m3fn.*hidden\.float\(\) \* s\)\.to\(torch\.bfloat16"
         ):
             flce.linear_cross_entropy(narrow, of_weight, target, **given)
+
+
+@pytest.mark.parametrize("dlogits", ["e5m2", "e4m3"])
+def test_a_limit_with_room_spares_backward_logits(dlogits: str, retained: list[int], device: str) -> None:
+    fp8 = flce.Fp8("e4m3", dlogits)
+    torch.manual_seed(6)
+    hidden = torch.randn(90, 512).to(device, torch.bfloat16).requires_grad_()
+    codes, scale = codes_of((torch.randn(8000, 512) / 16).to(device))  # a GPU's plans retain nothing of smaller ones
+    target = torch.randint(0, 8000, (90,), device=device)
+    expected = truth_of(hidden, codes, target, fp8, weight_scale=scale)
+    loss = flce.linear_cross_entropy(hidden, codes, target, weight_scale=scale, fp8=fp8, workspace_limit_bytes=1 << 30)
+    assert [size > 0 for size in retained] == [device == "cpu" or dlogits == "e5m2"], "a GPU retains no exponentials in e4m3"
+    value, gradient = bounds(hidden)
+    assert error(loss, expected.loss) < value
+    for _ in range(2):  # what is retained stays
+        (made,) = torch.autograd.grad(loss, hidden, retain_graph=True)
+        assert error(made, expected.grad_hidden) < gradient
 
 
 def test_other_codes_are_refused(device: str) -> None:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 import flce
-from flce.core import _kernels
+from flce.core import _kernels, _retain
+from flce.operators import _quantized
 
 E4M3 = torch.float8_e4m3fn
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
@@ -93,6 +94,36 @@ def test_options_mean_the_same(name: str, form: str, device: str) -> None:
     options = OPTIONS[name]
     made = flce.linear_cross_entropy(hidden, given.pop("weight"), target, **given, **options)
     check(made, flce.linear_cross_entropy(hidden, dense.to(hidden.dtype), target, **options), hidden, device)
+
+
+@pytest.fixture
+def retained(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Bytes that calls of codes which may retain something leave to backward. Layers of any size are worth it."""
+    found: list[int] = []
+    bytes_of = _quantized._retained_bytes
+
+    def recorded(*given: Any) -> int:
+        found.append(bytes_of(*given))
+        return found[-1]
+
+    monkeypatch.setattr(_retain, "LEAST_WORK", 1)
+    monkeypatch.setattr(_quantized, "_retained_bytes", recorded)
+    return found
+
+
+@pytest.mark.parametrize("form", ["blocks", "nvfp4"])
+def test_a_limit_with_room_spares_backward_logits(form: str, retained: list[int], device: str) -> None:
+    given, dense = quantized(form, device)
+    weight = given.pop("weight")
+    hidden, target = hidden_of(torch.bfloat16, device)
+    limited: dict[str, Any] = {"workspace_limit_bytes": 1 << 30, "label_smoothing": 0.1, "return_lse": True}
+    made = flce.linear_cross_entropy(hidden, weight, target, **given, **limited)
+    check(made, flce.linear_cross_entropy(hidden, dense.to(hidden.dtype), target, **limited), hidden, device)
+    with torch.no_grad():
+        flce.linear_cross_entropy(hidden, weight, target, **given, **limited)
+    flce.linear_cross_entropy(hidden, weight, target, **given)
+    flce.linear_cross_entropy(hidden, weight, target, **given, workspace_limit_bytes=1 << 30, return_entropy=True)
+    assert [size > 0 for size in retained] == [device == "cpu", False, False], "with a gradient, a limit and no entropy"
 
 
 def test_tensors_of_classes_and_tokens(device: str) -> None:

@@ -62,7 +62,8 @@ def run(
     if temperature is None and options.temperature is not None:
         temperature = torch.full(tokens, options.temperature, dtype=torch.float32, device=hidden.device)
     ids = tensors.get("teacher_ids")
-    loss, values, _, top1, named = _quantized.run(
+    trained = hidden.requires_grad or (bias is not None and bias.requires_grad)
+    loss, values, _, top1, named, _ = _quantized.run(
         hidden.reshape(-1, hidden.shape[-1]),
         codes,
         scale,
@@ -79,6 +80,7 @@ def run(
         options.reduction,
         options.workspace_limit_bytes,
         "" if parallel is None else parallel.text(),
+        trained and torch.is_grad_enabled() and not options.retain.budget,
     )
     rest = dict(zip((name for name in options.outputs.values if name != "loss"), values.unbind(0), strict=True)) | {"top1": top1}
     if options.named_logprobs:
