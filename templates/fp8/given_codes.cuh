@@ -42,7 +42,7 @@ __device__ __forceinline__ unsigned largest_of_codes(const unsigned char* row, f
     return __float_as_uint(unpack_fp8<false>(code).x * fabsf(scale));
 }
 
-/// Scales of rows where tiles read them, to their ends: a thread has a row. Where the largest number that is finite is asked for, a warp has.
+/// Scales of rows where tiles read them, to their ends. A thread has a row, or a warp where the largest finite number is asked for.
 template <class Problem>
 __device__ __forceinline__ void fp8_scales(const Fp8GivenScalesParams& p) {
     const int lanes = p.largest != nullptr ? 32 : 1;
@@ -57,7 +57,7 @@ __device__ __forceinline__ void fp8_scales(const Fp8GivenScalesParams& p) {
     if (writes && largest < 0x7f800000u && largest > *static_cast<volatile unsigned*>(p.largest)) atomicMax(p.largest, largest);
 }
 
-/// Σ_j c_j·weight[j] of a stretch of the classes. A thread has eight columns. Blocks of the other sum, which no gradient reads, end at once.
+/// Σ_j c_j·weight[j] of a stretch of the classes. A thread has eight columns. Blocks of the other sum, which nobody reads, end at once.
 template <class Problem>
 __device__ __forceinline__ void smoothing_sums(const SmoothingSumsOfCodesParams& p) {
     const int part = static_cast<int>(blockIdx.x);

@@ -199,7 +199,9 @@ Expr sum_rows(const Spec& spec, const Device& device, const Plan& plan) {
 void join_chunks(const Spec& spec, const Plan& plan, BackwardLayoutSm90& b) {
     // Whole tiles, of wide chunks too.
     const std::int64_t quantum = joined_quantum(plan);
-    const Expr whole = equal(round_down(b.chunk, quantum), b.chunk) && equal(round_down(b.wide_chunk, quantum), b.wide_chunk);
+    const bool pairs = !is_quantized(spec);
+    const Expr whole =
+        pairs ? equal(round_down(b.chunk, quantum), b.chunk) && equal(round_down(b.wide_chunk, quantum), b.wide_chunk) : Expr(1);
     const Expr n = slot(Slot::num_tokens);
     b.joined = (equal(b.row_blocks, 1) && less(kMostTokensApart, n)) && (less(2 * quantum - 1, b.chunk) && whole);
     if (rounds_weight(spec)) b.joined = b.joined && equal(b.weight_places, kRoundedPlaces);
@@ -302,9 +304,10 @@ BackwardLayoutSm90 backward_layout(const Spec& spec, const Device& device, const
     Expr chunk = whole(widest_chunk(spec, sizes, rows));
     Expr joins_rounded = 0;
     if (may_join && rounds_weight(spec)) {
-        // No gradient of a quantised weight joins chunks of fewer tokens.
+        // A quantised weight has grad_hidden alone, which fewer tokens do not join, and which needs no pairs of whole tiles.
         const Expr fewest = is_quantized(spec) ? kFewestTokensInHalves - 1 : kMostTokensApart;
-        const Expr joined = whole(widest_chunk(spec, sizes, rows, kRoundedPlaces));
+        const Expr widest = widest_chunk(spec, sizes, rows, kRoundedPlaces);
+        const Expr joined = is_quantized(spec) ? widest : whole(widest);
         joins_rounded = less(fewest, slot(Slot::num_tokens)) && less(2 * joined_quantum(plan) - 1, joined);
         chunk = select(joins_rounded, joined, chunk);
     }
