@@ -8,7 +8,8 @@ tensor and operands that are already rounded and turned over: products alone. `t
 the logits' gradients to e5m2 with fixed scales, keeps bf16 logits, and has the cross entropy in torch.compile. `flce, fixed scales` has the
 same scales of hidden and weight. The table has medians: milliseconds, ratios to floor6, peak memory beyond inputs and gradients, and the
 error of grad_hidden of 64 tokens to fp64 (of `flce, smoothed` that of a loss without smoothing). With --frozen the weight has no gradient;
-`codes` are a weight that is e4m3 already, with a scale a row, and errors are those to the exact layer of bf16's weight.
+`codes` are a weight that is e4m3 already, with a scale a row, and errors are those to the exact layer of bf16's weight; `NVFP4` has drawn
+codes, whose errors say nothing.
 """
 
 from __future__ import annotations
@@ -126,11 +127,13 @@ def contenders(layer: Layer) -> dict[str, Callable[[], Step]]:
     }
 
 
-def frozen(layer: Layer, fp8: flce.Fp8 | None, limit: int | None, weight: Tensor, scale: Tensor | None = None) -> Step:
-    """A step of hidden alone. `scale`: of a weight of codes."""
+def frozen(
+    layer: Layer, fp8: flce.Fp8 | None, limit: int | None, weight: Tensor, scale: Tensor | None = None, whole: float | None = None
+) -> Step:
+    """A step of hidden alone. `scale` and `whole`: of a weight of codes, and of NVFP4's."""
 
     def step() -> tuple[Tensor, ...]:
-        given: dict[str, Any] = {"fp8": fp8, "weight_scale": scale, "workspace_limit_bytes": limit}
+        given: dict[str, Any] = {"fp8": fp8, "weight_scale": scale, "weight_tensor_scale": whole, "workspace_limit_bytes": limit}
         return torch.autograd.grad(flce.linear_cross_entropy(layer.hidden, weight, layer.target, **given), (layer.hidden,))
 
     return step
@@ -140,11 +143,15 @@ def contenders_of_frozen(layer: Layer) -> dict[str, Callable[[], Step]]:
     weight = layer.weight.detach()
     scale = weight.float().abs().amax(-1) / 448
     codes = (weight / scale[:, None]).to(E4M3)
+    classes, hidden_size = weight.shape
+    pairs = torch.randint(0, 256, (classes, hidden_size // 2), dtype=torch.uint8, device="cuda")  # codes of no weight, for the time
+    groups = torch.ones(classes, hidden_size // 16, device="cuda").to(E4M3)
     found: dict[str, Callable[[], Step]] = {}
     for way, limit in {"by default": None, "all retained": 1 << 40}.items():
         found |= {
             f"bf16, {way}": functools.partial(frozen, layer, None, limit, weight),
             f"codes, {way}": functools.partial(frozen, layer, None, limit, codes, scale),
+            f"NVFP4, {way}": functools.partial(frozen, layer, None, limit, pairs, groups, 0.01),
             f"bf16 in e4m3, {way}": functools.partial(frozen, layer, flce.Fp8("e4m3"), limit, weight),
             f"codes in e4m3, {way}": functools.partial(frozen, layer, flce.Fp8("e4m3"), limit, codes, scale),
         }

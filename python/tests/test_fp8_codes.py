@@ -141,7 +141,7 @@ def test_a_limit_with_room_spares_backward_logits(dlogits: str, retained: list[i
     assert [size > 0 for size in retained] == [device == "cpu" or dlogits == "e5m2"], "a GPU retains no exponentials in e4m3"
     value, gradient = bounds(hidden)
     assert error(loss, expected.loss) < value
-    for _ in range(2):  # what is retained stays
+    for _ in range(2):  # retained exponentials stay
         (made,) = torch.autograd.grad(loss, hidden, retain_graph=True)
         assert error(made, expected.grad_hidden) < gradient
 

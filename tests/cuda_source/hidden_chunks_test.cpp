@@ -164,7 +164,7 @@ InterpretedMap map_of(const Recorded& r, TensorMap RoundedChunksSm90Params::* me
     return found == r.launch.maps.end() ? InterpretedMap{} : *found;
 }
 
-/// What a launch that rounds its weight reads and writes: two places of a pair's rows behind dlogits, within the scratch.
+/// Looks at the places of a launch that rounds its weight: two of a pair's rows behind dlogits, within the scratch.
 void expect_two_places(const Recorded& r, const Launched& pass, const Spec& spec, std::int64_t workspace_bytes) {
     const auto p = r.params<RoundedChunksSm90Params>();
     const std::int64_t workspace = std::int64_t{100} << 44;

@@ -175,7 +175,7 @@ TEST_P(RoundedWeight, Backward_ReadsEveryChunkAsItWasRounded) {
     std::int64_t next_column = 0;
     std::int64_t rows = 0;
     for (const Recorded& r : launches(program_, program_.backward, n_)) {
-        if (r.kernel == "flce_backward_chunks") {  // which rounds by itself
+        if (r.kernel == "flce_backward_chunks") {  // it rounds by itself
             const auto p = r.params<RoundedChunksSm90Params>();
             next_column = p.first_column + p.columns;
             rows = p.rows;

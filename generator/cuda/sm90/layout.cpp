@@ -34,8 +34,8 @@ std::int64_t stretch_of(const Spec& spec, const Plan& plan) {
     return forward_stretch(spec, plan, std::lcm(block_n, few_tokens_shape(spec, plan).tile.block_n));
 }
 
-/// Columns of a stretch of a rounded weight: `stretch_of`, or one of the next fewer in steps of a tile of the kernel that takes so many rows,
-/// whichever takes the least time by whole waves of tiles. `rows`: of a launch.
+/// Columns of a stretch of a rounded weight: `stretch_of`, or with more than a few tokens one of the next fewer in steps of a tile, the one
+/// that takes the least time by whole waves of tiles. `rows`: of a launch.
 Expr quickest_stretch(const Spec& spec, const Device& device, const Plan& plan, const Expr& rows) {
     const std::int64_t widest = stretch_of(spec, plan);
     if (!rounds_weight(spec) || spec.batch_invariant) return widest;
@@ -146,7 +146,7 @@ struct FewTokensShare {
     [[nodiscard]] Expr partials(const Expr& rows) const { return writers * (clusters + 1) * round_up(rows, 32); }
 };
 
-/// Most pairs of joined chunks: every pair has at least twice the quantum, and both stretches of the vocabulary may end in the middle of one.
+/// Most pairs of joined chunks: every pair has at least twice the quantum, and both stretches of the vocabulary may end within one.
 std::int64_t most_pairs(const Spec& spec, const Plan& plan) { return spec.vocab_size / (2 * joined_quantum(plan)) + 2; }
 
 /// Bytes of the counters of joined chunks' tiles, behind which those of rounded rows are.
