@@ -133,7 +133,8 @@ struct BackwardChunksSm90 {
             ptx::setmaxnreg_dec<kProducerRegisters>();
             if (threadIdx.x == 0) produce_all();
             if constexpr (Problem::rounds_weight) {
-                if (threadIdx.x >= 32) RoundingAhead<Problem>{p}.run([&](int pair) { wait_for_readers(pair); });
+                const bool needed = walk.shape.rows() > 0;
+                if (threadIdx.x >= 32 && needed) RoundingAhead<Problem>{p}.run([&](int pair) { wait_for_readers(pair); });
             }
         } else {
             ptx::setmaxnreg_inc<kConsumerRegisters>();
