@@ -112,6 +112,7 @@ class Group:
 
     def ask(self, everyone: list[Any], mine: _Facts, group: Any) -> None:
         self.asked += 1
+        self.said = dict(mine.layer)
         everyone[:] = [mine, mine._replace(rank=1, rows=self.other_rows)]
 
 
@@ -146,7 +147,9 @@ def test_a_layer_is_asked_for_once(group: Group) -> None:
     assert shard_of(6) == Shard(0, 6, 6, 6, 6, 10)  # there it is
     assert group.asked == 3
     assert shard_of(6, layer=(("softcap", 5.0),)) == Shard(0, 6, 6, 6, 6, 10)
+    assert group.said["vocab_size"] is None
     assert shard_of(6, vocab_size=9) == Shard(0, 6, 6, 6, 6, 9)
+    assert group.said["vocab_size"] == 9
     with pytest.raises(flce.ShapeError, match="vocab_size is 0"):
         shard_of(6, vocab_size=0)
     assert group.asked == 6

@@ -54,6 +54,11 @@ def test_which_rows_ranks_have(device: str, ranks: int, cases: int) -> None:
     assert passed("tensor_parallel_layouts_worker.py", str(ranks), device) == {ranks: cases}
 
 
+@by_ranks({2: 43, 3: 43, 4: 43})
+def test_calls_like_an_earlier_one(device: str, ranks: int, cases: int) -> None:
+    assert passed("tensor_parallel_direct_worker.py", str(ranks), device) == {ranks: cases}
+
+
 @by_ranks({2: 40, 3: 40})
 def test_random_shards_equal_the_whole_layer(device: str, ranks: int, cases: int) -> None:
     assert passed("tensor_parallel_property_worker.py", str(ranks), device) == {ranks: len(in_turn(range(cases), 4))}

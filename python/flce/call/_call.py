@@ -1,7 +1,7 @@
 """One call of `flce.linear_cross_entropy`, `flce.linear_logprobs` or `flce.linear_topk_distillation`: from arguments to what the caller
 gets, by the shortest way there is.
 
-A call like one before (the same options, tensors of the same form) is a `DirectCall`; one whose arguments have passed the checks before
+A call like one before (the same options, tensors of the same form) is a direct one; one whose arguments have passed the checks before
 goes to its kernel; any other is looked at first. Where the call is traced, watched or transformed, it goes through the operators.
 """
 
@@ -18,7 +18,7 @@ from torch.autograd import forward_ad
 from flce import errors
 from flce.call import _arguments, _op, _options
 from flce.call._checks import DTYPES, HIDDEN_MULTIPLE, check_grad_weight_out
-from flce.call._direct import DirectCall
+from flce.call._direct import DirectCall, Form
 from flce.call._targets import check_tensors
 from flce.core import _autograd, _frame, _kernels, _native, _zero3
 from flce.core._frame import PLAIN_TYPES, CallOptions, Inputs
@@ -156,6 +156,10 @@ def _with_offset_as_bias(given: Inputs, grad_weight_out: Tensor | None) -> Input
     return given._replace(bias=bias, class_offset=offset.detach())
 
 
+# Direct calls of a weight that lies over ranks; set by what knows of ranks.
+direct_shard: type[Form] | None = None
+
+
 class _Passed:
     """A call whose arguments have passed the checks."""
 
@@ -163,16 +167,17 @@ class _Passed:
 
     def __init__(self) -> None:
         self.kernel: _kernels.LoadedKernel | None = None  # the looked-up kernel of a call that is remembered
-        self.direct: DirectCall | None = None
+        self.direct: Form | None = None
 
     def call_directly(self, given: Inputs) -> Tensor | None:
-        """The output by a DirectCall, made at the second such call; None where there can be none."""
+        """The output by a direct call, made at the second call of the kind; None where there can be none."""
         hidden, weight, target, options = given.hidden, given.weight, given.target, given.options
         call = self.direct
         if call is None:
-            if self.kernel is None or not DirectCall.fits(self.kernel, hidden, weight, target, options.retain):
+            kind = DirectCall if options.parallel is None else direct_shard
+            if kind is None or self.kernel is None or not kind.fits(self.kernel, hidden, weight, target, options):
                 return None
-            call = self.direct = DirectCall(self.kernel, hidden, weight, target, options)
+            call = self.direct = kind(self.kernel, hidden, weight, target, options)
         value = call.value(hidden, weight, target)
         if value is not None:
             _latest[options] = call
@@ -180,7 +185,7 @@ class _Passed:
 
 
 _passed: dict[tuple[Any, ...], _Passed] = {}
-_latest: dict[CallOptions, DirectCall] = {}
+_latest: dict[CallOptions, Form] = {}
 _MOST_REMEMBERED = 1024
 
 

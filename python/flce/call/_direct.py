@@ -8,7 +8,7 @@ cold. The checks are therefore settled once, and a direct call touches little co
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -43,36 +43,28 @@ _is_grad_enabled = torch.is_grad_enabled
 Addresses = tuple[int, int, int, int]
 
 
-class DirectCall:
-    """One layer with one set of options and one output, the loss or the targets' log-probability, for hidden [..., D], weight and target
-    [...] of one form, contiguous (weight, or its transpose) and of the kernel's dtype. Any thread may use it."""
+class Form:
+    """The form of tensors that have passed all checks: hidden [..., D], weight and target [...], contiguous (weight, or its transpose) and
+    of the kernel's dtype, and the one output, the loss or the targets' log-probability. Any thread may use it."""
 
     __slots__ = (
-        "asks_engine",
-        "backward_frames",
         "dtype",
-        "forward_frames",
-        "grad_word",
         "guard",
         "hidden_shape",
-        "kernel",
         "make_value",
         "num_tokens",
         "options",
         "requires_grad",
         "reshapes",
-        "retains",
         "saved_shape",
         "target_dtype",
         "target_shape",
         "value_form",
-        "value_word",
         "weight_shape",
         "weight_stride",
     )
 
     def __init__(self, kernel: _kernels.LoadedKernel, hidden: Tensor, weight: Tensor, target: Tensor, options: CallOptions) -> None:
-        self.kernel = kernel
         self.guard: Callable[..., bool] = _TensorGuards(hidden, weight, target, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
         self.requires_grad = hidden.requires_grad or weight.requires_grad
         self.dtype, self.target_dtype = kernel.key.dtype, target.dtype
@@ -80,43 +72,36 @@ class DirectCall:
         self.num_tokens = target.numel()
         # The node's, as every other way of a call saves them: a checkpoint that goes one way and then another compares their shapes.
         self.reshapes = target.dim() != 1
-        self.hidden_shape = torch.Size([self.num_tokens, hidden.shape[-1]])
+        self.hidden_shape = torch.Size([hidden.numel() // hidden.shape[-1], hidden.shape[-1]])
         self.target_shape = self.saved_shape = torch.Size([self.num_tokens])
-        # Where logits may be retained, host time is small beside the kernels': such calls go the general way from here.
-        retain = options.retain._replace(gradient=True, weight=weight.requires_grad)
-        may_retain = _retain.Choices(kernel, self.num_tokens).may_retain(retain, options.workspace_limit_bytes)
-        self.retains = self.requires_grad and may_retain
-        self.options = replace(options, retain=retain)
-        self.asks_engine = self.num_tokens * weight.numel() >= _op.SMALL
-        (value,) = kernel.outputs.values
-        self.value_word, self.grad_word = Frame.WORD[value], Frame.WORD[_frame.GRADIENT_VIEWS[value]]
+        self.options = replace(options, retain=options.retain._replace(gradient=True, weight=weight.requires_grad))
         # The value is make_value(value_form).
         self.make_value: Callable[..., Tensor] = kernel.new_floats
         self.value_form: Any = kernel.outputs.shape(target.shape, self.num_tokens, options.reduction)
         if not self.value_form:
             self.make_value, self.value_form = _empty_like, kernel.float_like
-        # Frames that no call is using, as `_new_frame` makes them; backward's by whether hidden's gradient is wanted, twice whether
-        # weight's is.
-        self.forward_frames: list[tuple[memoryview, int, int, Frame]] = []
-        self.backward_frames: tuple[list[tuple[memoryview, int, int, Frame]], ...] = ([], [], [], [])
 
     @staticmethod
-    def fits(kernel: _kernels.LoadedKernel, hidden: Tensor, weight: Tensor, target: Tensor, retain: _retain.Retain) -> bool:
+    def fits(kernel: _kernels.LoadedKernel, hidden: Tensor, weight: Tensor, target: Tensor, options: CallOptions) -> bool:
         """Whether there can be a direct call for tensors like these, which have passed all checks and found that kernel."""
         key, (values, top1, _, teacher_top_k, _) = kernel.key, kernel.outputs
         return (
             _TensorGuards is not None
-            and not retain.budget  # a budget counts every call
+            and not options.retain.budget  # a budget counts every call
             and values in _DIRECT_VALUES
             and not (top1 or teacher_top_k)
-            and not (key.temperature or key.token_weight or key.whole_vocab_size)
+            and not (key.temperature or key.token_weight)
             and hidden.dtype is weight.dtype
-            and weight.shape == (key.vocab_size, key.hidden_size)
-            and hidden.shape == (*target.shape, key.hidden_size)
+            and weight.shape == (kernel.weight_rows, key.hidden_size)
+            and hidden.shape[-1] == key.hidden_size
             and (_frame.is_hidden_major(weight) if key.hidden_major else weight.is_contiguous())
             and hidden.is_contiguous()
             and target.is_contiguous()
         )
+
+    def value(self, hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor | None:
+        """The output; None where the arguments are unlike those that this was made for."""
+        raise NotImplementedError
 
     def matches(self, hidden: Tensor, weight: Tensor, target: Tensor) -> bool:
         """Whether the tensors are of this form, outside autocast. Modes and transforms are the caller's to rule out."""
@@ -153,8 +138,27 @@ class DirectCall:
             and not hasattr(weight, "ds_status")  # memory under DeepSpeed may be half gathered: the general way looks
         )
 
+
+class DirectCall(Form):
+    """One whole layer with one set of options, for tensors of one form."""
+
+    __slots__ = ("asks_engine", "backward_frames", "forward_frames", "grad_word", "kernel", "retains", "value_word")
+
+    def __init__(self, kernel: _kernels.LoadedKernel, hidden: Tensor, weight: Tensor, target: Tensor, options: CallOptions) -> None:
+        super().__init__(kernel, hidden, weight, target, options)
+        self.kernel = kernel
+        # Where logits may be retained, host time is small beside the kernels': such calls go the general way from here.
+        may_retain = _retain.Choices(kernel, self.num_tokens).may_retain(self.options.retain, options.workspace_limit_bytes)
+        self.retains = self.requires_grad and may_retain
+        self.asks_engine = self.num_tokens * weight.numel() >= _op.SMALL
+        (value,) = kernel.outputs.values
+        self.value_word, self.grad_word = Frame.WORD[value], Frame.WORD[_frame.GRADIENT_VIEWS[value]]
+        # Frames that no call is using, as `_new_frame` makes them; backward's by whether hidden's gradient is wanted, twice whether
+        # weight's is.
+        self.forward_frames: list[tuple[memoryview, int, int, Frame]] = []
+        self.backward_frames: tuple[list[tuple[memoryview, int, int, Frame]], ...] = ([], [], [], [])
+
     def value(self, hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor | None:
-        """The output; None where the arguments are unlike those that this was made for."""
         if not self.matches(hidden, weight, target):
             return None
         if self.requires_grad and _is_grad_enabled():
@@ -165,9 +169,6 @@ class DirectCall:
         if forward_ad._current_level >= 0:
             return None
         return self.forward(hidden, weight, target)[0]
-
-    def inputs(self, hidden: Tensor, weight: Tensor, target: Tensor) -> Inputs:
-        return Inputs(hidden, weight, target, self.options)
 
     def _new_frame(self, *, backward: bool, wanted: int = 0) -> tuple[memoryview, int, int, Frame]:
         """(words of its views, address of its argument struct, workspace bytes, the frame)."""
@@ -201,7 +202,7 @@ class DirectCall:
     def forward_retaining(self, hidden: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor, None]:
         """Runs forward the general way, for an output whose gradients will be asked for."""
         values = self.make_value(self.value_form)
-        return values, self.kernel.forward(self.inputs(hidden, weight, target), values), None
+        return values, self.kernel.forward(Inputs(hidden, weight, target, self.options), values), None
 
     def backward(
         self, addresses: Addresses, grad_values: Tensor, hidden: Tensor, weight: Tensor, wanted: int
@@ -245,10 +246,11 @@ class LinearCrossEntropyDirect(torch.autograd.Function):
         grad_values = grad_outputs[0]
         saved, hidden, weight, target = ctx.saved_tensors
         call: DirectCall
-        call, addresses, _ = ctx.call
+        call, addresses, filled = ctx.call
+        wants = _autograd.wanted_gradients(ctx) if call.asks_engine else ctx.needs_input_grad[:4]
         if addresses is None or not call.matches_backward(addresses, grad_values, saved, hidden, weight, target) or _is_grad_enabled():
-            return _backward_of_any_form(ctx, grad_values, saved, hidden, weight, target)
-        wants = _autograd.wanted_gradients(ctx) if call.asks_engine else ctx.needs_input_grad
+            given = Inputs(hidden, weight, target, call.options)
+            return *backward_of_any_form(call.kernel, given, saved, grad_values, wants, filled=filled), None, None
         wanted = wants[0] + 2 * wants[1]
         return call.backward(addresses, grad_values, hidden, weight, wanted) if wanted else _NO_GRADIENTS
 
@@ -260,13 +262,11 @@ class LinearCrossEntropyDirect(torch.autograd.Function):
 _apply: Callable[..., Tensor] = super(torch.autograd.Function, LinearCrossEntropyDirect).apply
 
 
-def _backward_of_any_form(ctx: Any, grad_values: Tensor, saved: Tensor, hidden: Tensor, weight: Tensor, target: Tensor) -> Any:
+def backward_of_any_form(
+    kernel: _kernels.LoadedKernel, given: Inputs, saved: Tensor, grad_values: Tensor, wanted: Sequence[bool], *, filled: bool
+) -> tuple[Tensor | None, Tensor | None]:
     """Runs backward for gradients that are to be differentiated, and for tensors in another form."""
-    call: DirectCall
-    call, _, filled = ctx.call
-    given = call.inputs(hidden, weight, target)
-    wanted = _autograd.wanted_gradients(ctx) if call.asks_engine else ctx.needs_input_grad[:4]
-    grad_hidden, grad_weight, *_ = _op.run_backward(call.kernel, given, saved, grad_values, wanted, filled=filled)
+    grad_hidden, grad_weight, *_ = _op.run_backward(kernel, given, saved, grad_values, wanted, filled=filled)
     if torch.is_grad_enabled():
-        grad_hidden, grad_weight = _op.refuse_second_derivative((grad_hidden, grad_weight), (grad_values, hidden, weight))
-    return grad_hidden, grad_weight, None, None
+        grad_hidden, grad_weight = _op.refuse_second_derivative((grad_hidden, grad_weight), (grad_values, given.hidden, given.weight))
+    return grad_hidden, grad_weight

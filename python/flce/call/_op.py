@@ -39,9 +39,24 @@ def run_backward(
     place. `entropy`: LoadedKernel.backward's."""
     given = given.with_group()
     kernel = _checks.kernel_for_backward(kernel, given, saved, grad_values, grad_weight_out)
+    upstream = grad_values.resolve_neg().contiguous()
+    return gradients_of(kernel, given, saved, upstream, wanted, grad_weight_out, filled=filled, entropy=entropy)
+
+
+def gradients_of(
+    kernel: _kernels.LoadedKernel,
+    given: Inputs,
+    saved: Tensor,
+    upstream: Tensor,
+    wanted: Sequence[bool],
+    grad_weight_out: Tensor | None = None,
+    *,
+    filled: bool,
+    entropy: bool = True,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """`run_backward` of tensors that have been looked at; `upstream`: of values, contiguous."""
     hidden, weight, bias = given.hidden, given.weight, given.bias
     want_hidden, want_weight, want_bias, want_offset = wanted
-    upstream = grad_values.resolve_neg().contiguous()
     grad_hidden = grad_bias = grad_offset = None
     if want_offset and given.class_offset is not None:
         grad_offset = _offset_gradient(kernel, given, given.class_offset, saved, upstream, entropy=entropy)

@@ -48,17 +48,46 @@ class _Facts(NamedTuple):
     tokens: tuple[Any, ...]  # contents of tensors over tokens, which have to be the same on every rank, as (name, contents)
 
 
-class _Agreed:
-    """Shards that a group's ranks have agreed on for layers that they describe alike. Every rank has the same history."""
+class Agreed:
+    """A layer as ranks describe it alike, and the shards that they have agreed on for it. Every rank has the same history."""
 
     def __init__(self, layer: tuple[Any, ...]) -> None:
+        self.layer = layer
         self.digest = zlib.crc32(repr(layer).encode())
         self.shards: dict[tuple[Any, ...], Shard] = {}  # this rank's, by every rank's rows, vocab_start and all_rows
 
+    def told(self, group: Any, parallel: Parallel, weight: Tensor, num_tokens: int) -> list[tuple[int, ...]]:
+        """Every rank's numbers. All ranks call at the same time."""
+        capturing = weight.is_cuda and torch.cuda.is_current_stream_capturing()
+        place = (weight.shape[0], min(parallel.vocab_start, _MOST), parallel.all_rows)
+        return told_by_hosts(group, (self.digest, len(self.shards), num_tokens, int(capturing), *place))
 
+    def known(self, everyone: list[tuple[int, ...]]) -> Shard | None:
+        """The shard that every rank has by all ranks' numbers; None where they have yet to agree on one."""
+        alike = len({numbers[:3] for numbers in everyone}) == 1
+        return self.shards.get(_places(everyone)) if alike else None
+
+
+Agreements = dict[tuple[Any, ...], Agreed]  # by layer
 _lock = _locks.new_lock()
 # Agreements by group: a group that is destroyed takes its own along.
-_known: weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], _Agreed]] = weakref.WeakKeyDictionary()
+_known: weakref.WeakKeyDictionary[Any, Agreements] = weakref.WeakKeyDictionary()
+
+
+def agreements_of(group: Any) -> Agreements:
+    """Agreements of the group's ranks: the same object until the group is destroyed or all is forgotten."""
+    agreements = _known.get(group)
+    if agreements is None:
+        with _lock:
+            agreements = _known.setdefault(group, {})
+    return agreements
+
+
+def agreed_among(agreements: Agreements, parallel: Parallel, weight: Tensor, layer: tuple[tuple[str, Any], ...]) -> Agreed:
+    """The agreement on a layer of this description, which may have no shards yet."""
+    layer = (("vocab_size", None if parallel.vocab_size < 0 else parallel.vocab_size), ("hidden's device", weight.device.type), *layer)
+    agreed = agreements.get(layer)
+    return agreements.setdefault(layer, Agreed(layer)) if agreed is None else agreed
 
 
 def shard_of(
@@ -74,29 +103,37 @@ def shard_of(
     each token, have to be the same on all of them. A `backward` asks the others only where its forward may have been one of several
     layers'. Raises PlacementError or ShapeError on every rank where the ranks do not fit together; UnavailableError, on every rank, for a
     new layer in a capture."""
-    layer = (("vocab_size", None if parallel.vocab_size < 0 else parallel.vocab_size), ("hidden's device", weight.device.type), *layer)
-    with _lock:
-        agreed_on = _known.setdefault(group, {})
-        agreed = agreed_on.get(layer)
-        if agreed is None:
-            agreed = agreed_on[layer] = _Agreed(layer)
+    agreed = agreed_among(agreements_of(group), parallel, weight, layer)
     if backward and len(agreed.shards) == 1:
         return next(iter(agreed.shards.values()))
-    capturing = weight.is_cuda and torch.cuda.is_current_stream_capturing()
     first = next(each for each in tokens.values() if each is not None)
-    place = (weight.shape[0], min(parallel.vocab_start, _MOST), parallel.all_rows)
-    everyone = told_by_hosts(group, (agreed.digest, len(agreed.shards), first.shape[0], int(capturing), *place))
-    places = tuple(numbers[4:] for numbers in everyone)
-    if all(numbers[:3] == everyone[0][:3] for numbers in everyone) and (shard := agreed.shards.get(places)) is not None:
-        return shard
-    if any(numbers[3] for numbers in everyone):
-        raise errors.UnavailableError(
-            "ranks have not agreed yet on how this weight lies over their group, and a CUDA graph is being captured: run the call once "
-            "before the capture"
-        )
-    shard = _ask(group, parallel, weight, layer, tokens)
-    agreed.shards[places] = shard
+    everyone = agreed.told(group, parallel, weight, first.shape[0])
+    return shard_told(agreed, everyone, group, parallel, weight, tokens)
+
+
+def shard_told(
+    agreed: Agreed,
+    everyone: list[tuple[int, ...]],
+    group: Any,
+    parallel: Parallel,
+    weight: Tensor,
+    tokens: dict[str, Tensor | None],
+) -> Shard:
+    """`shard_of` once every rank has told its numbers."""
+    shard = agreed.known(everyone)
+    if shard is None:
+        if any(numbers[3] for numbers in everyone):
+            raise errors.UnavailableError(
+                "ranks have not agreed yet on how this weight lies over their group, and a CUDA graph is being captured: run the call once "
+                "before the capture"
+            )
+        shard = agreed.shards[_places(everyone)] = _ask(group, parallel, weight, agreed.layer, tokens)
     return shard
+
+
+def _places(everyone: list[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
+    """Every rank's rows, vocab_start and all_rows, among its numbers."""
+    return tuple(numbers[4:] for numbers in everyone)
 
 
 def _ask(group: Any, parallel: Parallel, weight: Tensor, layer: tuple[Any, ...], tokens: dict[str, Tensor | None]) -> Shard:

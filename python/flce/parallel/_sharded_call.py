@@ -3,9 +3,11 @@ goes the way of every other."""
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from flce import errors
@@ -13,11 +15,12 @@ from flce.call import _call
 from flce.call._checks import is_dtensor
 from flce.call._targets import check_tensors
 from flce.core import _kernels
-from flce.core._frame import CallOptions, Parallel
+from flce.core._frame import PLAIN_TYPES, CallOptions, Parallel
 from flce.core._kernel_key import OF_CLASSES
-from flce.parallel import _shards
+from flce.parallel import _direct_shard, _shards
 
 _kernels.find_shard = _shards.find_for
+_call.direct_shard = _direct_shard.DirectShard
 _OF_CLASSES = (*OF_CLASSES, "class_group", "grad_weight_out")
 
 
@@ -33,6 +36,8 @@ def run(
 ) -> Any:
     """Runs `_call.run` for a layer over ranks, with its other tensors: those of _OF_CLASSES lie over ranks as the weight does, all others
     have a number for every token."""
+    if _is_plain(hidden, weight, target, given) and num_valid_tokens is None and not parallel.sequence:
+        return _call.run(hidden, weight, target, _over_ranks(options, parallel), **given)
     check_tensors(hidden=hidden, weight=weight, target=target)
     hidden, dimension = _local_hidden(hidden, target, parallel)
     if is_dtensor(weight):
@@ -45,7 +50,7 @@ def run(
     made: Any = _call.run(
         hidden,
         _local_shard("weight", weight, parallel),
-        options=replace(options, parallel=parallel),
+        options=_over_ranks(options, parallel),
         num_valid_tokens=num_valid_tokens,
         **{name: _local_shard(name, tensor, parallel) for name, tensor in classes.items() if tensor is not None},
         **of_tokens,
@@ -54,6 +59,22 @@ def run(
         return made
     outputs = [output.movedim(0, dimension) if output.dim() else output for output in (made if isinstance(made, tuple) else (made,))]
     return tuple(outputs) if isinstance(made, tuple) else outputs[0]
+
+
+def _is_plain(hidden: Tensor, weight: Tensor, target: Tensor, given: dict[str, Any]) -> bool:
+    """Whether a call has plain tensors alone, none of which lies over ranks in a way of its own."""
+    plain = type(hidden) in PLAIN_TYPES and type(weight) in PLAIN_TYPES and type(target) in PLAIN_TYPES
+    return plain and all(tensor is None or type(tensor) in PLAIN_TYPES for tensor in given.values())
+
+
+def _over_ranks(options: CallOptions, parallel: Parallel) -> CallOptions:
+    """The options of a call with its `Parallel`, the same object for the same two."""
+    return _with_parallel(options, parallel) if not torch.compiler.is_compiling() else replace(options, parallel=parallel)
+
+
+@functools.lru_cache(maxsize=1024)
+def _with_parallel(options: CallOptions, parallel: Parallel) -> CallOptions:
+    return replace(options, parallel=parallel)
 
 
 def local_rows(parallel: Parallel, **given: Any) -> dict[str, Any]:

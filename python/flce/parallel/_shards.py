@@ -185,12 +185,19 @@ class ShardKernel(_kernels.LoadedKernel):
 
 def find_for(given: Inputs, grad_weight_out: Tensor | None = None, *, backward: bool = False) -> ShardKernel:
     """The kernel of this rank's part of such a call. Once in each forward: ranks tell each other what they have."""
+    parallel = given.options.parallel
+    assert parallel is not None
+    shard = _layouts.shard_of(given.group, parallel, given.weight, tokens_of(given), layer_of(given), backward=backward)
+    return kernel_of(given, shard, grad_weight_out)
+
+
+def layer_of(given: Inputs) -> tuple[tuple[str, Any], ...]:
+    """Facts of a call that have to be the same on every rank, as (name, value)."""
     parallel, hidden, weight = given.options.parallel, given.hidden, given.weight
     assert parallel is not None
-    wide = parallel.reduce_dtype or hidden.dtype
-    if wide not in (hidden.dtype, torch.float32):
-        raise errors.DTypeError(f"reduce_dtype is {wide}; with hidden in {hidden.dtype} it must be that, torch.float32 or None")
-    layer = (
+    if _wide(given) not in (hidden.dtype, torch.float32):
+        raise errors.DTypeError(f"reduce_dtype is {_wide(given)}; with hidden in {hidden.dtype} it must be that, torch.float32 or None")
+    return (
         ("hidden_size", hidden.shape[1]),
         ("hidden's dtype", str(hidden.dtype)),
         ("weight's dtype", str(weight.dtype)),
@@ -202,14 +209,29 @@ def find_for(given: Inputs, grad_weight_out: Tensor | None = None, *, backward: 
         ("reduce_grad_hidden", parallel.reduce_grad_hidden),
         *((f"whether {name} is given", getattr(given, name) is not None) for name in (*OF_CLASSES, *GROUPS, *_OF_TOKENS)),
     )
-    of_tokens = {name: getattr(given, name) for name in _OF_TOKENS}
-    shard = _layouts.shard_of(given.group, parallel, weight, of_tokens, layer, backward=backward)
+
+
+def tokens_of(given: Inputs) -> dict[str, Tensor | None]:
+    """Tensors of a call that have to be the same on every rank, by name."""
+    return {name: getattr(given, name) for name in _OF_TOKENS}
+
+
+def kernel_of(given: Inputs, shard: Shard, grad_weight_out: Tensor | None = None) -> ShardKernel:
+    """The kernel of a call whose rank has that shard."""
     # A hidden-major weight's rows are as long as it has classes, so that ranks' kernels may differ.
-    alone = is_hidden_major(weight)
+    alone = is_hidden_major(given.weight)
     key = _kernels.key_of(given, grad_weight_out, max(shard.classes if alone else shard.most_classes, 1))._replace(
         whole_vocab_size=shard.vocab_size,
         padded_vocab_size=max(shard.rows if alone else shard.most_rows, 1),
-        grad_hidden_dtype=wide,
+        grad_hidden_dtype=_wide(given),
     )
+    parallel = given.options.parallel
+    assert parallel is not None
     kernel: Any = _kernels.find(key, of=(shard, parallel.ranks), make=ShardKernel)
     return kernel  # type: ignore[no-any-return]
+
+
+def _wide(given: Inputs) -> torch.dtype:
+    """The dtype in which ranks' parts of grad_hidden are added up."""
+    parallel = given.options.parallel
+    return given.hidden.dtype if parallel is None or parallel.reduce_dtype is None else parallel.reduce_dtype
