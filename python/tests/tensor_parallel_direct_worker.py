@@ -15,12 +15,13 @@ from tensor_parallel_layouts_worker import Through, asks
 from tensor_parallel_support import HIDDEN, TOKENS, Layer, close, leaf, same_on_every_rank
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 import flce
 from flce.call import _call
 from flce.core import _autograd, _kernels, _retain
-from flce.parallel import _layouts, _shards
+from flce.parallel import _layouts, _parallel, _shards
 
 DIRECT = "LinearCrossEntropyDirectShardBackward"
 
@@ -417,6 +418,33 @@ def other_ways() -> None:
     same(right, call.step())
 
 
+def watched() -> None:
+    """Collectives are torch's own functions where a function mode looks on, and with a torch of other names: the bits are the same. While a
+    coalescing manager collects a group's collectives, they go through it."""
+    seen: list[str] = []
+
+    class Watch(TorchFunctionMode):
+        def __torch_function__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+            seen.append(getattr(function, "__name__", ""))
+            return function(*arguments, **(keywords or {}))
+
+    call = Call()
+    right = [call.step() for _ in range(2)][-1]
+    group = call.options["process_group"]
+    with Watch():
+        same(right, call.step())
+        assert _parallel._short_way(group, call.hidden) is None
+    assert any(name.startswith("all_gather") for name in seen), seen
+    original, _parallel._OPTIONS = _parallel._OPTIONS, None
+    try:
+        same(right, call.step())
+    finally:
+        _parallel._OPTIONS = original
+    assert _parallel._short_way(group, call.hidden) is not None
+    with dist.distributed_c10d._coalescing_manager(group):
+        assert _parallel._short_way(group, call.hidden) is None
+
+
 def after_an_error(where: str) -> None:
     """A pass that raises takes its frame along: the next one begins with another."""
     call = Call()
@@ -462,7 +490,7 @@ CASES: list[tuple[Any, ...]] = [
     *((forgotten, on_all) for on_all in (False, True)),
     (gone,),
     *((checkpointed, first, reentrant) for first in (False, True) for reentrant in (False, True)),
-    *((function,) for function in (backward_again, frozen, other_tensors_in_backward, other_ways)),
+    *((function,) for function in (backward_again, frozen, other_tensors_in_backward, other_ways, watched)),
     *((after_an_error, where) for where in ("forward", "backward")),
 ]
 

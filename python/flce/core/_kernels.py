@@ -31,6 +31,11 @@ _raw_alloc: Any = (
 )
 
 
+def _stream(index: int) -> Any:
+    """The number of the current stream, which torch says sooner than it makes a Stream."""
+    return torch.cuda.current_stream(index).cuda_stream if _raw_stream is None else _raw_stream(index)
+
+
 class Kernel:
     """A compiled kernel set for one output layer on one device; shared by every thread. Made by `flce.get_kernel`."""
 
@@ -173,7 +178,7 @@ class LoadedKernel(Kernel):
                 _raw_delete(pointer)
         elif index is not None:
             workspace = self._byte.new_empty(size)
-            status = function(self._handle, args_address, workspace.data_ptr(), size, torch.cuda.current_stream(index).cuda_stream)
+            status = function(self._handle, args_address, workspace.data_ptr(), size, _stream(index))
         else:
             workspace = self._byte.new_empty(size + _WORKSPACE_ALIGNMENT)
             pointer = -(-workspace.data_ptr() // _WORKSPACE_ALIGNMENT) * _WORKSPACE_ALIGNMENT
@@ -184,8 +189,7 @@ class LoadedKernel(Kernel):
     def run_in(self, workspace: Tensor, size: int, function: Any, args_address: int) -> None:
         """One call with the workspace of `new_workspace(size)`, which other calls may go on from."""
         pointer = -(-workspace.data_ptr() // _WORKSPACE_ALIGNMENT) * _WORKSPACE_ALIGNMENT
-        stream = None if self._index is None else torch.cuda.current_stream(self._index).cuda_stream
-        status = function(self._handle, args_address, pointer, size, stream)
+        status = function(self._handle, args_address, pointer, size, None if self._index is None else _stream(self._index))
         if status:
             _native.raise_status(status)
 

@@ -48,7 +48,8 @@ class Mailbox:
             at = self._slot(self._rank)
             self._memory[at + _HEAD.size : at + _HEAD.size + len(packed)] = packed
             _HEAD.pack_into(self._memory, at, self._number, len(numbers), self._checksum(len(numbers), packed))
-            return [self._read(rank, len(numbers)) for rank in range(len(self._processes))]
+            mine, count = struct.unpack(f"<{len(numbers)}q", packed), len(numbers)
+            return [mine if rank == self._rank else self._read(rank, count) for rank in range(len(self._processes))]
 
     def leave(self) -> None:
         """Tells the others that this rank makes no further call: its group is gone. The last call's numbers stay for those yet to read."""

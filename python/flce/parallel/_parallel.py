@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.overrides import has_torch_function
 
 from flce import errors
 from flce.core import checks
@@ -141,11 +142,38 @@ def _timeout_of(group: Any) -> Any:
 # ── Collectives ─────────────────────────────────────
 
 
+def _made_once() -> Any:
+    """Options for the two collectives of every step, so that these do without the Python of torch's functions: the name of a group's
+    all-gather, its options on the current stream, and those of a sum that is waited for later. None where this torch has other names."""
+    try:
+        c10d: Any = dist.distributed_c10d
+        gather, add = c10d.AllgatherOptions(), c10d.AllreduceOptions()
+        gather.asyncOp, add.asyncOp, add.reduceOp = False, True, dist.ReduceOp.SUM
+        name = "all_gather_single" if hasattr(dist, "all_gather_single") else "_allgather_base"
+        return (name, gather, add) if hasattr(ProcessGroup, name) and hasattr(c10d._world, "pg_coalesce_state") else None
+    except AttributeError:
+        return None
+
+
+_OPTIONS = _made_once()
+
+
+def _short_way(group: Any, tensor: Tensor) -> Any:
+    """`_OPTIONS`; None where torch's own function has more to do: a function mode looks on, or a coalescing manager collects the calls."""
+    if _OPTIONS is None or has_torch_function((tensor,)) or group in dist.distributed_c10d._world.pg_coalesce_state:
+        return None
+    return _OPTIONS
+
+
 def gathered(group: Any, part: Tensor, ranks: int) -> Tensor:
     """All ranks' parts along dimension 0, in the order of ranks. On the current stream, where no other stream has to be waited for."""
     part = part.contiguous()
     whole = part.new_empty((ranks * part.shape[0], *part.shape[1:]))
-    _all_gather(whole, part, group=group)
+    way = _short_way(group, part)
+    if way is None:
+        _all_gather(whole, part, group=group)
+    elif (work := getattr(group, way[0])(whole, part, way[1])) is not None:
+        work.wait()  # a backend that has not waited itself
     return whole
 
 
@@ -160,6 +188,7 @@ def start_sum(group: Any, gradient: Tensor, parallel: Parallel) -> tuple[Tensor,
     """Adds up the ranks' gradients [N, D], in place; with sequence parallel this rank's rows of the sum. Returns them, and the work to wait
     for before they are read."""
     if not parallel.sequence:
-        return gradient, dist.all_reduce(gradient, group=group, async_op=True)
+        way = _short_way(group, gradient)
+        return gradient, dist.all_reduce(gradient, group=group, async_op=True) if way is None else group.allreduce([gradient], way[2])
     mine = gradient.new_empty((gradient.shape[0] // parallel.ranks, gradient.shape[1]))
     return mine, _reduce_scatter(mine, gradient, group=group, async_op=True)
