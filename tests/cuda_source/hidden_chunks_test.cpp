@@ -219,6 +219,24 @@ TEST(RoundedChunks, WeightIsRoundedInTwoPlaces) {
     }
 }
 
+// Chunks of the fewest columns, of which there are as many as there are counters for.
+TEST(RoundedChunks, EveryWidth_HasCountersForItsPairs) {
+    for (const int hidden_size : {2048, 4096, 5120, 6144, 8192}) {
+        for (const char* format : {"e4m3", "fp32"}) {
+            const std::string text = "D=" + std::to_string(hidden_size) + ",V=128256,weight_dtype=" + format;
+            const Spec spec = parse_spec(text).normalized();
+            for (std::int64_t tokens = 2048; tokens <= 8192; tokens += 512) {
+                SCOPED_TRACE(text + " " + std::to_string(tokens));
+                std::int64_t bytes = 0;
+                const Launched pass = backward_of(text, {tokens, 1}, {Slot::grad_weight}, &bytes);
+                for (const Recorded& r : pass) {
+                    if (r.kernel == "flce_hidden_chunks") expect_two_places(r, pass, spec, bytes);
+                }
+            }
+        }
+    }
+}
+
 // Few tokens have chunks of their own, each rounded by a launch before, in all of the scratch.
 TEST(RoundedChunks, FewTokens_AreChunkByChunk) {
     const Launched pass = backward_of("D=2048,V=151936,weight_dtype=e4m3", {2047, 0}, {Slot::grad_weight});

@@ -214,7 +214,9 @@ void join_chunks(const Spec& spec, const Plan& plan, BackwardLayoutSm90& b) {
     const std::int64_t rounded = rounds_weight(spec) ? kRoundedPlaces * spec.hidden_size * element : 0;
     const Expr room = (n * element + rounded) * b.chunk - (rounded > 0 ? kWorkspaceAlignment : 0);
     const Expr column = max(b.hidden_rows, 1) * element + rounded;
-    b.hidden_chunk = min(round_down(floor_div(room, column), step), multiple_above(spec.vocab_size, step));
+    // At least the chunk, which one group has: there are counters for no more of them.
+    const Expr widest = max(round_down(floor_div(room, column), step), b.chunk);
+    b.hidden_chunk = min(widest, multiple_above(spec.vocab_size, step));
     b.progress_bytes = progress_bytes(spec, plan);
     b.rounding = tile_counter_bytes(spec, plan);
 }
