@@ -13,11 +13,13 @@ namespace flce {
 /// Whether forward can leave anything to backward with such a plan: exponentials on a GPU, logits on a CPU.
 [[nodiscard]] constexpr bool retains(const Plan& plan) noexcept { return plan.path == PlanPath::cpu || plan.strategy == Strategy::retain; }
 
-/// Bytes that a plan which retains() keeps of one logit: its exponential in the spec's dtype on a GPU, fp32 on a CPU.
+/// Bytes that a plan which retains() keeps of one logit: fp32 on a CPU, its exponential in the spec's dtype on a GPU, or with fp8 in 8 bits
+/// and two orders, of which a frozen weight without a bias needs one.
 [[nodiscard]] inline std::int64_t retained_logit_bytes(const Spec& spec, const Plan& plan) noexcept {
     if (spec.support) return 0;
     if (has_teacher_head(spec)) return plan.path == PlanPath::cpu ? 0 : 4;  // logits of both heads, or none
-    return plan.path == PlanPath::cpu ? 4 : static_cast<std::int64_t>(element_bytes(spec.dtype));
+    if (plan.path == PlanPath::cpu) return 4;
+    return is_fp8(spec) && is_quantized(spec) && !spec.bias ? 1 : static_cast<std::int64_t>(element_bytes(spec.dtype));
 }
 
 /// Tokens whose list has room in every scratch that has a list at all.

@@ -42,7 +42,7 @@ class FusedLMHead(nn.Linear):
             (position t predicts label t + 1). For several hidden states (multi-token prediction) a list of one each: [1, 2].
         ignore_index: the label that counts for nothing.
         options: those of `flce.LinearCrossEntropyLoss`: softcap, logit_scale, label_smoothing, z_loss, class_weight, temperature (a
-            number), dft, reduction, batch_invariant, fp8 (of the loss; logits are nn.Linear's), workspace_limit_bytes,
+            number), dft, reduction, batch_invariant, fp8 (of the loss; logits are the layer's), workspace_limit_bytes,
             memory_limit_bytes, retain_in_grad_weight, process_group and what goes with it. class_weight is a buffer: it moves with the
             module, and is not in its state_dict, which is an nn.Linear's.
 

@@ -235,6 +235,14 @@ def test_hidden_states_that_are_rounded_otherwise_are_refused(kind: str, fp8: fl
             call()
 
 
+def test_rounded_hidden_states_are_their_codes_exactly() -> None:
+    hidden = torch.tensor([100.0, 10.0, -50.0, 0.0]).bfloat16().requires_grad_()
+    made = _formats._rounded(hidden, (0.003, None))
+    assert torch.equal(made, torch.tensor([448, 448, -448, 0]).mul(0.003).bfloat16())
+    made.sum().backward()
+    assert torch.equal(hidden.grad, torch.ones(4).bfloat16())  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("form", ["rows", "column", "number", "blocks", "nvfp4", "nvfp4_alone"])
 def test_numbers_of_codes(form: str) -> None:
     given, dense = quantized(form, "cpu")

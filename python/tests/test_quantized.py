@@ -10,7 +10,7 @@ from torch import Tensor
 
 import flce
 from flce.core import _kernels, _retain
-from flce.operators import _quantized
+from flce.operators import _codes, _quantized
 
 E4M3 = torch.float8_e4m3fn
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
@@ -321,6 +321,33 @@ def test_scales_as_bytes() -> None:
     expected = flce.linear_cross_entropy(hidden, target=target, **given)
     given["weight_scale"] = given["weight_scale"].view(torch.uint8)
     assert torch.equal(flce.linear_cross_entropy(hidden, target=target, **given), expected)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 200])
+def test_one_scale_for_a_rank_of_any_number_of_rows(rows: int) -> None:
+    for one in (torch.tensor(0.03), torch.tensor([0.03]), torch.tensor([[0.03]])):
+        scale = _codes._e4m3_scale(torch.zeros(rows, HIDDEN).to(E4M3), one)
+        assert torch.equal(scale.flatten(), torch.full((rows,), 0.03))
+
+
+def test_what_a_hook_gives_back_is_looked_at(retained: list[int]) -> None:
+    given, _ = quantized("rows", "cpu")
+    weight = given.pop("weight")
+    hidden, target = hidden_of(torch.bfloat16, "cpu")
+
+    def gradient(unpack: Any) -> Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(lambda each: each, unpack):
+            loss = flce.linear_cross_entropy(hidden, weight, target, **given, workspace_limit_bytes=1 << 30)
+        (made,) = torch.autograd.grad(loss, hidden)
+        return made
+
+    expected = gradient(lambda each: each)
+    assert retained[0] > 0
+    large = retained[0]
+    apart = gradient(lambda each: torch.stack([each, each], -1)[..., 0] if each.nbytes == large else each)
+    assert torch.equal(apart, expected), "the same bytes with gaps between them"
+    with pytest.raises(flce.ShapeError, match="changed the tensors of a quantised layer"):
+        gradient(lambda each: torch.cat([each, each]) if each.nbytes == large else each)
 
 
 def test_scales_alone_are_refused() -> None:

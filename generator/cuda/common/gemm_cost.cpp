@@ -78,13 +78,17 @@ Cost RetainedGemms::cost() const {
     const double d = static_cast<double>(spec_.hidden_size);
     const double weight = columns_ * d * static_cast<double>(element_bytes(spec_.dtype));
     const double for_bias = spec_.bias && !adds_up_bias ? exponentials : 0;
-    const double grad_weight =
-        grad_weight_seconds ? *grad_weight_seconds
-                            : gemm.seconds(GemmRole::grad_weight, plan_.cuda.grad_weight, {columns_, d, tokens_}, exponentials + gradient);
-    return {.flops = 2 * gemm_flops,
-            .bytes = 2 * exponentials + weight + gradient + for_bias,
-            .seconds = gemm.seconds(GemmRole::grad_hidden, plan_.cuda.grad_hidden, {tokens_, d, columns_}, exponentials + weight) +
-                       grad_weight + for_bias / device_.gpu.bandwidth_bytes_per_s};
+    Cost cost{.flops = gemm_flops,
+              .bytes = exponentials + weight + for_bias,
+              .seconds = gemm.seconds(GemmRole::grad_hidden, plan_.cuda.grad_hidden, {tokens_, d, columns_}, exponentials + weight) +
+                         for_bias / device_.gpu.bandwidth_bytes_per_s};
+    if (is_quantized(spec_)) return cost;  // it has no gradient of the weight
+    cost.flops += gemm_flops;
+    cost.bytes += exponentials + gradient;
+    cost.seconds += grad_weight_seconds
+                        ? *grad_weight_seconds
+                        : gemm.seconds(GemmRole::grad_weight, plan_.cuda.grad_weight, {columns_, d, tokens_}, exponentials + gradient);
+    return cost;
 }
 
 Cost mixed(const Cost& again, const Cost& kept, double retained) {

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from flce import errors
+from flce import fp8 as fp8_options
 
 BLOCK, GROUP = 128, 16  # e4m3's blocks; numbers of a row that have an NVFP4 scale
 _E4M3, _MOST = torch.float8_e4m3fn, 448.0
@@ -84,7 +85,7 @@ def _rounded(hidden: Tensor, scales: Any) -> Tensor:
     wide = hidden.detach().float()
     scale = wide.abs().amax(-1, keepdim=True) / _MOST if isinstance(scales, str) else wide.new_tensor(scales[0])
     codes = torch.where(scale > 0, wide / scale, 0.0).clamp(-_MOST, _MOST).to(_E4M3)
-    return hidden + ((codes.float() * scale).to(hidden.dtype) - hidden).detach()
+    return (codes.float() * scale).to(hidden.dtype) + (hidden - hidden.detach())  # exactly 0 behind the numbers
 
 
 def of_layer(what: str, layer: Any, fp8: Any = None) -> Codes | None:
@@ -372,7 +373,10 @@ def _why_inputs_differ(layer: Any, inputs: Any, fp8: Any) -> str | None:
         return said + str(_why_rounded_otherwise(None, fp8))
     if torch.compiler.is_compiling() or scale.is_meta:
         return "whose input_scale, one number, is to be compared with fp8's, and is read neither under torch.compile nor on meta"
-    return _why_rounded_otherwise((scale.item(), None), fp8)
+    number = scale.item()
+    if not fp8_options.LEAST_SCALE <= number <= fp8_options.MOST_SCALE:
+        return f"whose input_scale is {number}, which is no scale"
+    return _why_rounded_otherwise((number, None), fp8)
 
 
 def _status(layer: Any) -> str:

@@ -177,7 +177,7 @@ def _e4m3_scale(weight: Tensor, scale: Tensor) -> Tensor:
         raise errors.DTypeError(f"weight_scale has dtype {scale.dtype}; beside e4m3 codes allowed are float32, bfloat16, float16")
     rows, columns = weight.shape
     blocks = [-(-rows // BLOCK), -(-columns // BLOCK)]
-    if scale.numel() == 1 and rows > 1 and (scale.dim() < 2 or blocks != [1, 1]):
+    if scale.numel() == 1 and (scale.dim() < 2 or blocks != [1, 1]):
         scale = scale.reshape(1).expand(rows)
     elif list(scale.shape) == [rows, 1]:
         scale = scale.reshape(rows)

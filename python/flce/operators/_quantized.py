@@ -111,7 +111,7 @@ def _backward_kernel(*given: Any) -> tuple[Tensor, Tensor]:
             read[f"grad_{name}"] = gradient
     made = {f"grad_{name}": torch.empty_like(read[name]) for name, want in zip(("hidden", "bias"), wanted, strict=True) if want}
     if made:
-        _passes.backward(kernel, place, read, made, retained, rule=(ignore_index, reduction))
+        _passes.backward(kernel, place, read, made, _frame._aligned(retained.contiguous()), rule=(ignore_index, reduction))
     none = grad_values.new_empty(0)
     return made.get("grad_hidden", none), made.get("grad_bias", none)
 
@@ -156,6 +156,7 @@ def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.mark_non_differentiable(saved, top1, retained)
     ctx.set_materialize_grads(False)  # zeros for what is retained would be as large
     ctx.shapes = loss.shape, values.shape, named.shape
+    ctx.retained = retained.shape, retained.dtype
     ctx.kinds = _kinds(tensors)
     ctx.save_for_backward(saved, named, retained, *tensors)
 
@@ -167,7 +168,7 @@ def _kinds(tensors: Any) -> list[Any]:
 
 def _backward(ctx: Any, grad_loss: Any, grad_values: Any, _saved: Any, _top1: Any, grad_named: Any, _retained: Any) -> tuple[Any, ...]:
     saved, named, retained, *tensors = ctx.saved_tensors
-    if _kinds(tensors) != ctx.kinds:
+    if _kinds(tensors) != ctx.kinds or (retained.shape, retained.dtype) != ctx.retained:
         raise errors.ShapeError(_CHANGED)
     places: list[Any] = [None] * (len(tensors) + _NO_TENSORS)
     wanted = [ctx.needs_input_grad[place] for place in _TRAINED]
