@@ -179,6 +179,14 @@ TEST_P(Fp8CodesPrograms, RetainedBytes_AreThoseOfRowsAloneWithoutABias) {
     EXPECT_LT(bytes, exponentials * (spec.bias ? 2 : 1) * 1.2);
 }
 
+// The cost model's view of them: two products with everything retained, three with nothing, and what a logit takes.
+TEST_P(Fp8CodesPrograms, EverythingRetained_IsOneProductLess) {
+    const double product = 2.0 * static_cast<double>(of.tokens) * static_cast<double>(spec.vocab_size * spec.hidden_size);
+    EXPECT_NEAR(estimate_backward(spec, device, plan, of.tokens, 1.0).flops, product, 1e-6 * product);
+    EXPECT_NEAR(estimate_backward(spec, device, plan, of.tokens, 0.0).flops, 2 * product, 1e-6 * product);
+    EXPECT_EQ(retained_logit_bytes(spec, plan), spec.bias ? 2 : 1);
+}
+
 constexpr CodesGpu kCodesGpus[] = {{"H200", "h200", PlanPath::cuda_fp8}, {"L40s", "l40s", PlanPath::cuda_fp8_sm89}};
 constexpr CodesCase kCodesCases[] = {{"Nothing", "D=2048,bias", 4096},
                                      {"All", "D=2048,bias", 4096, 1.0},
