@@ -20,8 +20,8 @@ from torch.utils.checkpoint import checkpoint
 
 import flce
 from flce.call._direct import DirectCall
+from flce.call._options import call_options
 from flce.core import _autograd, _kernels
-from flce.core._retain import AUTOMATIC, Retain
 
 FUNCTIONS = ["linear_cross_entropy", "linear_logprobs"]
 ROWS = {
@@ -475,4 +475,4 @@ def test_direct_calls_exist_where_they_are_said_to(device: str) -> None:
     logprobs = flce.get_kernel(24, 101, torch.float32, device=device, return_loss=False, return_logprobs=True)
     with_rows = flce.get_kernel(24, 101, torch.float32, device=device, temperature=True)
     for kernel, fits in ((plain, True), (logprobs, True), (with_rows, False)):
-        assert DirectCall.fits(kernel, problem.hidden, problem.weight, problem.target, Retain(AUTOMATIC)) is fits
+        assert DirectCall.fits(kernel, problem.hidden, problem.weight, problem.target, call_options()) is fits

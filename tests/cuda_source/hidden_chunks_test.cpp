@@ -16,6 +16,7 @@
 namespace flce::hidden_chunks {
 namespace {
 
+using test::InterpretedMap;
 using test::Launched;
 using test::Recorded;
 
