@@ -1,5 +1,5 @@
-// Codes of the weight, whose classes are rows, or columns where it is hidden_major: rows of D then, whose classes follow each other. One
-// that is codes already goes by given_codes.cuh.
+// Codes of the weight, whose classes are rows, or columns where it is hidden_major: rows of D then, whose classes follow each other.
+// A weight of codes already goes by given_codes.cuh.
 #pragma once
 
 #include "flce/fp8/given_codes.cuh"

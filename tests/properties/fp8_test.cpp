@@ -319,29 +319,23 @@ Spec random_spec_of_codes(Draw& draw, std::uint64_t seed) {
     return s.normalized();
 }
 
-class RandomFp8Specs : public testing::TestWithParam<std::tuple<PlanPath, std::uint64_t>> {};
-
-TEST_P(RandomFp8Specs, AreWithinTheirBounds) {
-    const auto [path, part] = GetParam();
-    FLCE_REQUIRE_TARGET(target_of(path));
-    for (std::uint64_t seed = 100 * part; seed < 100 * part + (kSanitized || level() == Level::quick ? 2 : 12); ++seed) {
-        Draw draw(3000 + seed);
-        const Spec spec = random_fp8_spec(draw, seed);
-        if (!has(path, spec)) continue;  // refused by name
-        EXPECT_TRUE(run_and_judge(kernel_of(path, spec), make_problem(spec, random_options(draw, spec.token_weight, seed)))) << seed;
+class RandomFp8Specs : public testing::TestWithParam<std::tuple<PlanPath, std::uint64_t>> {
+protected:
+    void SetUp() override { FLCE_REQUIRE_TARGET(target_of(std::get<0>(GetParam()))); }
+    /// Judges random specs of `make`. `draws`: a number for each kind of spec.
+    static void judge(Spec (*make)(Draw&, std::uint64_t), std::uint64_t draws) {
+        const auto [path, part] = GetParam();
+        for (std::uint64_t seed = 100 * part; seed < 100 * part + (kSanitized || level() == Level::quick ? 2 : 12); ++seed) {
+            Draw draw(draws + seed);
+            const Spec spec = make(draw, seed);
+            if (!has(path, spec)) continue;  // refused by name
+            EXPECT_TRUE(run_and_judge(kernel_of(path, spec), make_problem(spec, random_options(draw, spec.token_weight, seed)))) << seed;
+        }
     }
-}
+};
 
-TEST_P(RandomFp8Specs, OfCodes_AreWithinTheirBounds) {
-    const auto [path, part] = GetParam();
-    FLCE_REQUIRE_TARGET(target_of(path));
-    for (std::uint64_t seed = 100 * part; seed < 100 * part + (kSanitized || level() == Level::quick ? 2 : 12); ++seed) {
-        Draw draw(8000 + seed);
-        const Spec spec = random_spec_of_codes(draw, seed);
-        if (!has(path, spec)) continue;  // refused by name
-        EXPECT_TRUE(run_and_judge(kernel_of(path, spec), make_problem(spec, random_options(draw, spec.token_weight, seed)))) << seed;
-    }
-}
+TEST_P(RandomFp8Specs, AreWithinTheirBounds) { judge(random_fp8_spec, 3000); }
+TEST_P(RandomFp8Specs, OfCodes_AreWithinTheirBounds) { judge(random_spec_of_codes, 8000); }
 
 INSTANTIATE_TEST_SUITE_P(Cpu, RandomFp8Specs, testing::Combine(testing::Values(PlanPath::cpu), testing::Range<std::uint64_t>(0, 4)));
 INSTANTIATE_TEST_SUITE_P(Gpu, RandomFp8Specs,

@@ -34,8 +34,8 @@ std::int64_t stretch_of(const Spec& spec, const Plan& plan) {
     return forward_stretch(spec, plan, std::lcm(block_n, few_tokens_shape(spec, plan).tile.block_n));
 }
 
-/// Columns of a stretch of a rounded weight: `stretch_of`, or with more than a few tokens one of the next fewer in steps of a tile, the one
-/// that takes the least time by whole waves of tiles. `rows`: of a launch.
+/// Columns of a stretch of a rounded weight: `stretch_of`, or with more than a few tokens one of the next fewer in steps of a tile. Whole
+/// waves of tiles say which takes the least time. `rows`: tokens of a launch.
 Expr quickest_stretch(const Spec& spec, const Device& device, const Plan& plan, const Expr& rows) {
     const std::int64_t widest = stretch_of(spec, plan);
     if (!rounds_weight(spec) || spec.batch_invariant) return widest;

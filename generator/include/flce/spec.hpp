@@ -17,8 +17,8 @@ enum class DType : std::uint8_t { bf16, fp16, fp32 };
 enum class WeightLayout : std::uint8_t { vocab_major, hidden_major };
 
 /// Form of the weight in memory: numbers of weight_dtype, or codes with scales beside them, which a call has too. A quantised weight is
-/// dequantised in fp32 as it is read, and each number is rounded to the dtype once, but with fp8, where a class's codes and scale are those
-/// of the logits' products. e4m3: a byte a number (float8_e4m3fn), scales fp32.
+/// dequantised in fp32 as it is read, and each number is rounded to the dtype once; with fp8 logits are products of the codes themselves.
+/// e4m3: a byte a number (float8_e4m3fn), scales fp32.
 /// nvfp4: two e2m1 codes a byte, the earlier number in the low half; a scale in e4m3 for each 16 numbers of a row, and an fp32 scale of
 /// the whole tensor.
 enum class WeightFormat : std::uint8_t { numbers, e4m3, nvfp4 };
@@ -113,8 +113,8 @@ struct Spec {
     double fp8_hidden_scale = 0.0;  ///< with fp8, 2^-100 to 2^100: number that one code of hidden stands for in the logits, in all rows.
                                     ///< Numbers beyond the format's largest code become that code. 0: a row's scale follows from its
                                     ///< largest number. Another value compiles nothing
-    double fp8_weight_scale = 0.0;  ///< number that one code of the weight stands for. Both scales are given or neither; beside a weight
-                                    ///< of codes, which has scales of its own, hidden's alone or none
+    double fp8_weight_scale = 0.0;  ///< number that one code of the weight stands for. Both scales are given or neither; beside codes,
+                                    ///< which have scales of their own, hidden's alone or none
     Outputs outputs{};
 
     friend bool operator==(const Spec&, const Spec&) = default;
