@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from flce.call import _signatures
+    from flce.core._frame import CallOptions
 
     _Head: TypeAlias = Tensor | nn.Linear
 
@@ -47,6 +48,7 @@ class _Given:
 
     def __init__(self, place: str, weight: _Head, given: dict[str, Any]) -> None:
         ways = _WAYS[place]
+        self.place, self.given = place, given
         self.options: dict[str, Any] = {}
         self.tensors: dict[str, Any] = {}
         self.ranks: dict[str, Any] = {}
@@ -82,9 +84,20 @@ class _Given:
         options = call_options(**self.options, **more)
         if self.codes is not None:
             return _codes.run(self.parallel, hidden, self.codes, target, options, **self.tensors)
-        if self.parallel is not None:
-            return _sharded_call.run(self.parallel, hidden, self.weight, target, options, **self.tensors)
-        return _call.run(hidden, self.weight, target, options, **self.tensors)
+        if self.parallel is None:
+            made = _call.run(hidden, self.weight, target, options, **self.tensors)
+        else:
+            made = _sharded_call.run(self.parallel, hidden, self.weight, target, options, **self.tensors)
+        self._remember(options)
+        return made
+
+    def _remember(self, options: CallOptions) -> None:
+        if torch.compiler.is_compiling() or self.moves_target() or any(each is not None for each in self.tensors.values()):
+            return
+        if self.parallel is None:
+            _call.remember(self.place, self.given, options)
+        elif not self.parallel.sequence:
+            _call.remember(self.place, self.given, _sharded_call.over_ranks(options, self.parallel))
 
 
 @overload
@@ -214,6 +227,9 @@ def linear_cross_entropy(hidden: Any, weight: _Head, target: Any, **options: Any
         UnsupportedTransformError: under vmap and other torch.func transforms; on a second, forward-mode or batched derivative.
         UnavailableError, CompileError, DeviceError: the kernel cannot be had or run.
     """
+    value = None if torch.compiler.is_compiling() else _call.again("cross_entropy", options, hidden, weight, target)
+    if value is not None:
+        return value
     loss_weights = options.pop("loss_weights", None)
     if _depths.are_several(hidden):
         return _of_several(hidden, weight, target, options, loss_weights)
@@ -286,6 +302,9 @@ def linear_logprobs(hidden: Tensor, weight: _Head, target: Tensor, **options: An
     Raises:
         As `linear_cross_entropy`.
     """
+    value = None if torch.compiler.is_compiling() else _call.again("logprobs", options, hidden, weight, target)
+    if value is not None:
+        return value
     return _Given("logprobs", weight, options).run(hidden, target, return_logprobs=True, reduction="none")
 
 

@@ -76,17 +76,17 @@ def same(these: tuple[Tensor, ...], those: tuple[Tensor, ...]) -> None:
 @contextmanager
 def told() -> Iterator[list[int]]:
     """Counts how often hosts tell each other their numbers."""
-    original, times = _layouts.told_by_hosts, [0]
+    original, times = _parallel.tell_hosts, [0]
 
     def count(*arguments: Any) -> Any:
         times[0] += 1
         return original(*arguments)
 
-    _layouts.told_by_hosts = count
+    _parallel.tell_hosts = count
     try:
         yield times
     finally:
-        _layouts.told_by_hosts = original
+        _parallel.tell_hosts = original
 
 
 # ── The same numbers ────────────────────────────────
@@ -418,6 +418,19 @@ def other_ways() -> None:
     same(right, call.step())
 
 
+def equal_meshes() -> None:
+    """Meshes of the same ranks are equal, and may be of different groups."""
+    meshes = [init_device_mesh(device(), (dist.get_world_size(),)) for _ in range(2)]
+    meshes[1] = init_device_mesh(device(), (1, dist.get_world_size()), mesh_dim_names=("dp", "tp"))["tp"]
+    call = Call()
+    right = [call.step() for _ in range(3)][-1]
+    for mesh in (*meshes, *meshes):
+        call.options["process_group"] = mesh
+        value = [call.value() for _ in range(3)][-1]
+        assert _autograd.python_node(value).call[0].parallel.group == mesh.get_group().group_name
+        same(right, (value, *call.gradients(value)))
+
+
 def watched() -> None:
     """Collectives are torch's own functions where a function mode looks on, and with a torch of other names: the bits are the same. While a
     coalescing manager collects a group's collectives, they go through it."""
@@ -452,8 +465,9 @@ def after_an_error(where: str) -> None:
     right = [call.step() for _ in range(2)][-1]
     value = call.value()
     assert is_direct(value)
-    kernel = _autograd.python_node(value).call[1]
-    before = list(kernel.frames)
+    layout = _autograd.python_node(value).call[1]
+    frames = layout.backward[3] if where == "backward" else layout.forward
+    before = len(frames)
     name = "run_in" if where == "backward" else "run"
     original = getattr(_kernels.LoadedKernel, name)
 
@@ -465,7 +479,7 @@ def after_an_error(where: str) -> None:
         raised_by(KeyboardInterrupt, lambda: call.gradients(value) if where == "backward" else call.value())
     finally:
         setattr(_kernels.LoadedKernel, name, original)
-    assert len(kernel.frames) == len(before) - 1
+    assert len(frames) == before - 1
     dist.barrier()
     same(right, call.step())
 
@@ -491,7 +505,7 @@ CASES: list[tuple[Any, ...]] = [
     *((forgotten, on_all) for on_all in (False, True)),
     (gone,),
     *((checkpointed, first, reentrant) for first in (False, True) for reentrant in (False, True)),
-    *((function,) for function in (backward_again, frozen, other_tensors_in_backward, other_ways, watched)),
+    *((function,) for function in (backward_again, frozen, other_tensors_in_backward, other_ways, equal_meshes, watched)),
     *((after_an_error, where) for where in ("forward", "backward")),
 ]
 

@@ -13,6 +13,7 @@ from support import assert_close, make_problem, reference
 from torch import Tensor
 
 import flce
+from flce import functional
 from flce.call import _call
 from flce.call._direct import DirectCall
 
@@ -135,6 +136,63 @@ def test_a_plain_call_that_is_known_is_not_taken_for_one_with_a_tensor(device: s
         assert torch.equal(flce.linear_cross_entropy(problem.hidden, problem.weight, problem.target, **given), expected)
     assert not torch.equal(plain, expected)
     assert torch.equal(flce.linear_cross_entropy(problem.hidden, problem.weight, problem.target), plain)
+
+
+@pytest.mark.parametrize("options", [{}, {"reduction": "none", "softcap": 2.0}], ids=str)
+def test_options_of_a_known_call_are_not_read_again(device: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = make_problem(device)
+    loss = make_direct(problem.hidden, problem.weight, problem.target, **options)
+
+    def read(**given: Any) -> None:
+        raise AssertionError(given)
+
+    monkeypatch.setattr(functional, "call_options", read)
+    assert torch.equal(flce.linear_cross_entropy(problem.hidden, problem.weight, problem.target, **options), loss)
+    with pytest.raises(AssertionError):
+        flce.linear_cross_entropy(problem.hidden, problem.weight, problem.target, **options, z_loss=0.5)
+
+
+@pytest.mark.parametrize(
+    ("known", "other"),
+    [
+        ({"z_loss": 1.0}, {"z_loss": True}),
+        ({"z_loss": 1.0}, {"z_loss": 1}),
+        ({"return_lse": False}, {"return_lse": 0}),
+        ({"shift": 0}, {"shift": False}),
+        ({"shift": 0}, {"shift": 1}),
+        ({"temperature": 1.0}, {"temperature": torch.tensor(1.0)}),
+        ({}, {"num_valid_tokens": 7}),
+        ({}, {"num_valid_tokens": 7.5}),
+        ({"num_valid_tokens": None}, {"num_valid_tokens": 7.0}),
+        ({"bias": None}, {"bias": 0.0}),
+        ({"reduction": "sum"}, {"reduction": ["sum"]}),
+        ({"process_group": None}, {"process_group": "sum"}),
+        ({"loss_weights": None}, {"loss_weights": 1.0}),
+        ({"softcap": None, "logit_scale": 2.0}, {"softcap": 2.0, "logit_scale": None}),
+    ],
+    ids=str,
+)
+def test_options_alike_are_read_as_in_a_first_call(device: str, known: dict[str, Any], other: dict[str, Any]) -> None:
+    problem = make_problem(device)
+
+    def outcome() -> Any:
+        try:
+            return flce.linear_cross_entropy(problem.hidden, problem.weight, problem.target.view(1, -1)[0], **other).tolist()
+        except (flce.FlceError, TypeError) as error:
+            return repr(error)
+
+    first = outcome()
+    _call.forget()
+    make_direct(problem.hidden, problem.weight, problem.target, **known)
+    assert outcome() == first
+
+
+def test_several_hidden_states_after_a_known_call(device: str) -> None:
+    problem = make_problem(device)
+    loss = make_direct(problem.hidden, problem.weight, problem.target)
+    both, losses = flce.linear_cross_entropy([problem.hidden] * 2, problem.weight, [problem.target] * 2, loss_weights=[1.0, 2.0])
+    assert len(losses) == 2
+    assert_close(both.detach(), 3 * loss.detach().double(), problem.hidden.dtype)
 
 
 def test_hidden_of_another_layout(device: str) -> None:

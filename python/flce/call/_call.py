@@ -7,7 +7,8 @@ goes to its kernel; any other is looked at first. Where the call is traced, watc
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -50,18 +51,55 @@ def run(
     rows = temperature if isinstance(temperature, Tensor) else None
     alone = False  # there is nothing but options
     if not torch.compiler.is_compiling():
-        if hasattr(weight, "ds_status"):
-            _zero3.refuse_ungathered("weight", weight)
         alone = bias is None and class_weight is None and num_valid_tokens is None and token_weight is None and grad_weight_out is None
         alone = alone and class_offset is None and class_group is None and rows is None and teacher_ids is None
-        call = _latest.get(options) if alone else None
-        if call is not None and not _dispatch_modes() and _transforms() is None and _tracing_state() is None:
-            value = call.value(hidden, weight, target)
-            if value is not None:
-                return value
+        value = _directly(hidden, weight, target, options if alone else None)
+        if value is not None:
+            return value
     of_tokens = rows, token_weight, teacher_ids, teacher_probs
     given = Inputs(hidden, weight, target, options, bias, class_weight, None, *of_tokens, class_offset, class_group, row_group)
     return _run_checked(given, num_valid_tokens, grad_weight_out, alone=alone)
+
+
+def _directly(hidden: Tensor, weight: Tensor, target: Tensor, options: CallOptions | None) -> Tensor | None:
+    """The output by the latest direct call with these options; None where there is none, or the tensors are unlike its own."""
+    if hasattr(weight, "ds_status"):
+        _zero3.refuse_ungathered("weight", weight)
+    call = None if options is None else _latest.get(options)
+    if call is None or _dispatch_modes() or _transforms() is not None or _tracing_state() is not None:
+        return None
+    return call.value(hidden, weight, target)
+
+
+def again(place: str, given: Mapping[str, Any], hidden: Any, weight: Any, target: Any) -> Tensor | None:
+    """The output of a function called with options that `remember` knows, by a direct call; None: they are to be looked at."""
+    try:
+        found = _again.get(_again_key(place, given))
+    except TypeError:  # an option that has no hash
+        return None
+    if found is None:
+        return None
+    options, group = found
+    if group is not None and group() is not given["process_group"]:
+        return None  # another one at the place of one that is gone
+    return _directly(hidden, weight, target, options)
+
+
+def remember(place: str, given: Mapping[str, Any], options: CallOptions) -> None:
+    """Takes note that a caller's options, none of which is a tensor, come to these where there are direct calls with them."""
+    group = given.get("process_group")
+    if options in _latest and all(type(each) in _SIMPLE or each is group for each in given.values()):
+        _remember(_again, _again_key(place, given), (options, None if group is None else weakref.ref(group)))
+
+
+def _again_key(place: str, given: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Options as they are found again. Types belong to it: 1, 1.0 and True are equal, and not all of them are taken for every option. A
+    group, of which equal ones may be different ones, counts by its address."""
+    group = given.get("process_group")
+    values: Iterable[Any] = given.values()
+    if group is not None:
+        values = [id(each) if each is group else each for each in values]
+    return place, *given, *values, *map(type, values)
 
 
 def _run_checked(given: Inputs, num_valid_tokens: Tensor | float | None, grad_weight_out: Tensor | None, *, alone: bool) -> Any:
@@ -186,6 +224,8 @@ class _Passed:
 
 _passed: dict[tuple[Any, ...], _Passed] = {}
 _latest: dict[CallOptions, Form] = {}
+_again: dict[tuple[Any, ...], tuple[CallOptions, weakref.ref[Any] | None]] = {}  # by `_again_key`
+_SIMPLE = (bool, int, float, str, type(None), torch.dtype)
 _MOST_REMEMBERED = 1024
 
 
@@ -199,6 +239,7 @@ def forget() -> None:
     """Forgets what has passed the checks: the next calls are looked at anew."""
     _passed.clear()
     _latest.clear()
+    _again.clear()
     _options.known.cache_clear()
 
 

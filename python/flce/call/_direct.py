@@ -27,9 +27,9 @@ try:
 except (ImportError, AttributeError):
     _TensorGuards = None
 
-_HIDDEN, _WEIGHT, _TARGET, _LSE = (Frame.WORD[name] for name in ("hidden", "weight", "target", "lse"))
+HIDDEN, WEIGHT, TARGET, LSE = (Frame.WORD[name] for name in ("hidden", "weight", "target", "lse"))
+GRAD_HIDDEN, GRAD_WEIGHT = Frame.WORD["grad_hidden"], Frame.WORD["grad_weight"]
 _DIRECT_VALUES = (("loss",), ("logprobs",))
-_GRAD_HIDDEN, _GRAD_WEIGHT = Frame.WORD["grad_hidden"], Frame.WORD["grad_weight"]
 _MISALIGNED = _frame.ROW_ALIGNMENT - 1
 _STRIDED = torch.strided
 _NO_GRADIENTS = (None, None, None, None)
@@ -139,24 +139,62 @@ class Form:
         )
 
 
+_Filled = tuple[memoryview, int, int, Frame]  # words of its views, address of its argument struct, workspace bytes, the frame
+
+
+class Frames:
+    """A kernel, and frames for calls of one form that no call is using."""
+
+    __slots__ = ("_num_tokens", "_rule", "_target_dtype", "backward", "forward", "grad_word", "kernel", "value_word")
+
+    def __init__(self, kernel: _kernels.LoadedKernel, form: Form) -> None:
+        self.kernel = kernel
+        self._num_tokens, self._target_dtype = form.num_tokens, form.target_dtype
+        self._rule = form.options.ignore_index, form.options.reduction
+        (value,) = kernel.outputs.values
+        self.value_word, self.grad_word = Frame.WORD[value], Frame.WORD[_frame.GRADIENT_VIEWS[value]]
+        self.forward: list[_Filled] = []
+        # By whether hidden's gradient is wanted, twice whether weight's is.
+        self.backward: tuple[list[_Filled], ...] = ([], [], [], [])
+
+    def take_forward(self) -> _Filled:
+        """A frame with all of a forward but addresses."""
+        try:
+            return self.forward.pop()
+        except IndexError:
+            frame = self._new()
+            return frame.words, frame.forward_address, frame.forward_bytes, frame
+
+    def take_backward(self, wanted: int) -> _Filled:
+        """A frame with all of a backward but addresses."""
+        try:
+            return self.backward[wanted].pop()
+        except IndexError:
+            frame = self._new()
+            frame.backward.grad_hidden = frame.address["grad_hidden"] if wanted & 1 else None
+            frame.backward.grad_weight = frame.address["grad_weight"] if wanted & 2 else None
+            return frame.words, frame.backward_address, frame.backward_bytes, frame
+
+    def _new(self) -> Frame:
+        frame = self.kernel.frame_type(self.kernel)
+        frame.resize(self._num_tokens)
+        frame.set_rule(*self._rule)
+        frame.set_target_dtype(self._target_dtype)
+        return frame
+
+
 class DirectCall(Form):
     """One whole layer with one set of options, for tensors of one form."""
 
-    __slots__ = ("asks_engine", "backward_frames", "forward_frames", "grad_word", "kernel", "retains", "value_word")
+    __slots__ = ("asks_engine", "frames", "kernel", "retains")
 
     def __init__(self, kernel: _kernels.LoadedKernel, hidden: Tensor, weight: Tensor, target: Tensor, options: CallOptions) -> None:
         super().__init__(kernel, hidden, weight, target, options)
-        self.kernel = kernel
+        self.kernel, self.frames = kernel, Frames(kernel, self)
         # Where logits may be retained, host time is small beside the kernels': such calls go the general way from here.
         may_retain = _retain.Choices(kernel, self.num_tokens).may_retain(self.options.retain, options.workspace_limit_bytes)
         self.retains = self.requires_grad and may_retain
         self.asks_engine = self.num_tokens * weight.numel() >= _op.SMALL
-        (value,) = kernel.outputs.values
-        self.value_word, self.grad_word = Frame.WORD[value], Frame.WORD[_frame.GRADIENT_VIEWS[value]]
-        # Frames that no call is using, as `_new_frame` makes them; backward's by whether hidden's gradient is wanted, twice whether
-        # weight's is.
-        self.forward_frames: list[tuple[memoryview, int, int, Frame]] = []
-        self.backward_frames: tuple[list[tuple[memoryview, int, int, Frame]], ...] = ([], [], [], [])
 
     def value(self, hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor | None:
         if not self.matches(hidden, weight, target):
@@ -170,33 +208,18 @@ class DirectCall(Form):
             return None
         return self.forward(hidden, weight, target)[0]
 
-    def _new_frame(self, *, backward: bool, wanted: int = 0) -> tuple[memoryview, int, int, Frame]:
-        """(words of its views, address of its argument struct, workspace bytes, the frame)."""
-        frame = Frame(self.kernel)
-        frame.resize(self.num_tokens)
-        frame.set_rule(self.options.ignore_index, self.options.reduction)
-        frame.set_target_dtype(self.target_dtype)
-        if not backward:
-            return frame.words, frame.forward_address, frame.forward_bytes, frame
-        frame.backward.grad_hidden = frame.address["grad_hidden"] if wanted & 1 else None
-        frame.backward.grad_weight = frame.address["grad_weight"] if wanted & 2 else None
-        return frame.words, frame.backward_address, frame.backward_bytes, frame
-
     def forward(self, hidden: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Addresses]:
         """(the output, lse, where hidden, weight, target and lse lie). Leaves nothing to backward."""
-        kernel, frames = self.kernel, self.forward_frames
-        try:
-            frame = frames.pop()
-        except IndexError:
-            frame = self._new_frame(backward=False)
-        words, args, size, _ = frame
+        kernel, frames = self.kernel, self.frames
+        filled = frames.take_forward()
+        words, args, size, _ = filled
         saved = kernel.new_floats(self.num_tokens)
         values = self.make_value(self.value_form)
         addresses = (hidden.data_ptr(), weight.data_ptr(), target.data_ptr(), saved.data_ptr())
-        words[_HIDDEN], words[_WEIGHT], words[_TARGET], words[_LSE] = addresses
-        words[self.value_word] = values.data_ptr()
+        words[HIDDEN], words[WEIGHT], words[TARGET], words[LSE] = addresses
+        words[frames.value_word] = values.data_ptr()
         kernel.run(kernel.forward_function, args, size)
-        frames.append(frame)
+        frames.forward.append(filled)
         return values, saved, addresses
 
     def forward_retaining(self, hidden: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor, None]:
@@ -208,26 +231,23 @@ class DirectCall(Form):
         self, addresses: Addresses, grad_values: Tensor, hidden: Tensor, weight: Tensor, wanted: int
     ) -> tuple[Tensor | None, Tensor | None, None, None]:
         """The node's gradients: hidden's if `wanted` is odd, weight's if it is 2 or more."""
-        kernel, frames = self.kernel, self.backward_frames[wanted]
+        kernel, frames = self.kernel, self.frames
+        filled = frames.take_backward(wanted)
+        words, args, size, _ = filled
+        words[HIDDEN], words[WEIGHT], words[TARGET], words[LSE] = addresses
         try:
-            frame = frames.pop()
-        except IndexError:
-            frame = self._new_frame(backward=True, wanted=wanted)
-        words, args, size, _ = frame
-        words[_HIDDEN], words[_WEIGHT], words[_TARGET], words[_LSE] = addresses
-        try:
-            words[self.grad_word] = grad_values.data_ptr()
+            words[frames.grad_word] = grad_values.data_ptr()
         except RuntimeError:
             _kernels.raise_batched(grad_values)
         grad_hidden = grad_weight = None
         if wanted & 1:
             grad_hidden = _empty_like(hidden)
-            words[_GRAD_HIDDEN] = grad_hidden.data_ptr()
+            words[GRAD_HIDDEN] = grad_hidden.data_ptr()
         if wanted & 2:
             grad_weight = _empty_like(weight)
-            words[_GRAD_WEIGHT] = grad_weight.data_ptr()
+            words[GRAD_WEIGHT] = grad_weight.data_ptr()
         kernel.run(kernel.backward_function, args, size)
-        frames.append(frame)
+        frames.backward[wanted].append(filled)
         return grad_hidden, grad_weight, None, None
 
 

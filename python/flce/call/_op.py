@@ -53,8 +53,10 @@ def gradients_of(
     *,
     filled: bool,
     entropy: bool = True,
+    backward: Callable[..., None] | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """`run_backward` of tensors that have been looked at; `upstream`: of values, contiguous."""
+    """`run_backward` of tensors that have been looked at; `upstream`: of values, contiguous. `backward`: in place of the kernel's."""
+    backward = backward or kernel.backward
     hidden, weight, bias = given.hidden, given.weight, given.bias
     want_hidden, want_weight, want_bias, want_offset = wanted
     grad_hidden = grad_bias = grad_offset = None
@@ -75,14 +77,14 @@ def gradients_of(
         if want_weight and grad_weight is None:
             grad_weight = _new_grad_weight(kernel, weight)
         saved = kernel.saved_anew(given, saved) if filled and kernel.retaining_changes_saved else saved.contiguous()
-        kernel.backward(given, saved, upstream, grad_hidden, grad_weight, grad_bias, entropy=entropy)
+        backward(given, saved, upstream, grad_hidden, grad_weight, grad_bias, entropy=entropy)
     else:
         with retained.taken(kernel, given, weight=want_weight) as (memory, overwrite):
             if want_weight and grad_weight is None:
                 grad_weight = memory if overwrite else _new_grad_weight(kernel, weight)
             if memory is None and retained.filled and kernel.retaining_changes_saved:
                 saved = kernel.saved_anew(given, saved)
-            kernel.backward(given, saved, upstream, grad_hidden, grad_weight, grad_bias, memory, lent=retained.lent, entropy=entropy)
+            backward(given, saved, upstream, grad_hidden, grad_weight, grad_bias, memory, lent=retained.lent, entropy=entropy)
             del memory
     if grad_bias is not None and bias is not None:
         grad_bias = grad_bias.to(bias.dtype)

@@ -64,11 +64,12 @@ class Choice(NamedTuple):
 class Choices:
     """The library's choices for one kernel and number of tokens, asked once for each limit."""
 
-    __slots__ = ("_kernel", "_known", "_num_tokens", "_workspace_bytes")
+    __slots__ = ("_kernel", "_known", "_num_tokens", "_ways", "_workspace_bytes")
 
     def __init__(self, kernel: LoadedKernel, num_tokens: int) -> None:
         self._kernel, self._num_tokens = kernel, num_tokens
         self._known: dict[tuple[int, bool], Choice] = {}
+        self._ways: dict[tuple[Retain, int], tuple[bool, bool]] = {}
         self._workspace_bytes = 0
 
     @property
@@ -102,6 +103,13 @@ class Choices:
         """Whether a forward may leave anything to backward."""
         own = limit or self._kernel.retains_unasked
         return bool(retain.gradient and (self.may_lend(retain) or (own and self.under(limit, lend=False).size)))
+
+    def ways(self, retain: Retain, limit: int) -> tuple[bool, bool]:
+        """`may_retain`, and `may_lend`."""
+        ways = self._ways.get((retain, limit))
+        if ways is None:
+            ways = self._ways[retain, limit] = self.may_retain(retain, limit), self.may_lend(retain)
+        return ways
 
 
 class ReadAgain(Protocol):
@@ -236,15 +244,15 @@ def _addresses(given: ReadAgain) -> tuple[int, ...]:
 def prepare(kernel: LoadedKernel, given: Inputs, choices: Choices) -> tuple[Retained | None, Tensor | None]:
     """Prepares one forward: the object to attach to its statistics, and the memory that it is to fill, either None."""
     limit, retain = given.options.workspace_limit_bytes, given.options.retain
-    shared = budget.of_number(retain.budget, limit)
+    shared = budget.of_number(retain.budget, limit) if retain.budget else None
     if shared is None and retain.budget:
         return None, None  # nobody counts
-    if not choices.may_retain(retain, limit):
+    may_retain, may_lend = choices.ways(retain, limit)
+    if not may_retain:
         if shared is not None:
             with shared.room(choices.workspace_bytes):
                 pass
         return None, None
-    may_lend = choices.may_lend(retain)
     retained = Retained(kernel, given, kernel.alive if may_lend else None, shared)
     lend = may_lend and lends(kernel, retain.choice, given.hidden)
     if shared is not None and not (lend and choices.under(limit, lend=True).lent):

@@ -15,9 +15,10 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from flce.call import _direct, _op
+from flce.call._direct import GRAD_HIDDEN, GRAD_WEIGHT, HIDDEN, LSE, TARGET, WEIGHT
 from flce.core import _autograd, _kernels, _retain
 from flce.core._frame import CallOptions, Inputs
-from flce.parallel import _layouts, _shards
+from flce.parallel import _layouts, _parallel, _shards
 from flce.parallel._shards import ShardKernel
 
 _is_grad_enabled = torch.is_grad_enabled
@@ -26,13 +27,15 @@ _is_grad_enabled = torch.is_grad_enabled
 class DirectShard(_direct.Form):
     """A rank's part of one layer with one set of options, for tensors of one form."""
 
-    __slots__ = ("last", "parallel", "without_gradient")
+    __slots__ = ("adds_up_as_made", "latest", "parallel", "without_gradient")
 
     def __init__(self, kernel: _kernels.LoadedKernel, hidden: Tensor, weight: Tensor, target: Tensor, options: CallOptions) -> None:
         super().__init__(kernel, hidden, weight, target, options)
         assert options.parallel is not None
         self.without_gradient, self.parallel = options, options.parallel
-        self.last: _Told | None = None
+        self.latest: _Layout | None = None
+        # Whether grad_hidden is what the kernels make of it, added up in place.
+        self.adds_up_as_made = not self.parallel.sequence and kernel.key.grad_hidden_dtype in (None, hidden.dtype)
 
     def value(self, hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor | None:
         if not self.matches(hidden, weight, target):
@@ -45,50 +48,135 @@ class DirectShard(_direct.Form):
         if self.reshapes:
             hidden, target = hidden.view(self.hidden_shape), target.view(self.target_shape)
         given = Inputs(hidden, weight, target, self.options if differentiable else self.without_gradient, group=group)
-        kernel = self._told_kernel(given)
-        if differentiable:
-            value = _apply(hidden, weight, target, self, given, kernel)
-            return _autograd.keep_node(value) if _autograd.LOSES_NODES else value
-        value = self.make_value(self.value_form)
-        kernel.forward(given, value)
-        return value
+        layout, launched = self._launched(given)
+        value = layout.finish(given, launched)
+        if not differentiable:
+            return value
+        value = _apply(hidden, weight, target, self, layout, (value, launched.saved, launched.addresses))
+        return _autograd.keep_node(value) if _autograd.LOSES_NODES else value
 
-    def _told_kernel(self, given: Inputs) -> ShardKernel:
-        """The kernel of this rank's shard, after the one exchange of a forward. Raises as the general way does, on every rank."""
-        last, group, weight, parallel = self.last, given.group, given.weight, self.parallel
+    def _launched(self, given: Inputs) -> tuple[_Layout, _Launched]:
+        """Forward of this rank's shard, and its layout, after the one exchange of a forward. Raises as the general way does, on every
+        rank."""
+        latest, group, weight, parallel = self.latest, given.group, given.weight, self.parallel
         agreements = _layouts.agreements_of(group)
-        if last is not None and last.agreements is not agreements:
-            last = None  # the group is another one of the same name, or what ranks agreed on has been forgotten
-        agreed = _layouts.agreed_among(agreements, parallel, weight, _shards.layer_of(given)) if last is None else last.agreed
-        everyone = agreed.told(group, parallel, weight, self.num_tokens)
-        if last is not None and everyone == last.everyone:
-            return last.kernel
-        known = agreed.known(everyone)
-        shard = _layouts.shard_told(agreed, everyone, group, parallel, weight, _shards.tokens_of(given))
-        kernel = _shards.kernel_of(given, shard)
-        if known is not None:
-            self.last = _Told(agreements, agreed, everyone, kernel)
-        return kernel
+        if latest is not None and latest.agreements is not agreements:
+            latest = None  # the group is another one of the same name, or what ranks agreed on has been forgotten
+        agreed = _layouts.agreed_among(agreements, parallel, weight, _shards.layer_of(given)) if latest is None else latest.agreed
+        numbers = agreed.numbers(parallel, weight, self.num_tokens)
+        heard = _parallel.tell_hosts(group, numbers)
+        # The shard is most likely the latest one: its forward does without the other ranks, and the host need not wait for theirs before.
+        launched = None
+        if latest is not None and numbers == latest.numbers and not parallel.sequence:
+            launched = latest.launch(self, given)
+        everyone = heard()
+        if latest is None or everyone != latest.everyone:
+            launched = None
+            known = agreed.known(everyone)
+            shard = _layouts.shard_told(agreed, everyone, group, parallel, weight, _shards.tokens_of(given))
+            latest = _Layout(_shards.kernel_of(given, shard), self, agreements, agreed, numbers, everyone)
+            if known is not None:
+                self.latest = latest
+        return latest, latest.launch(self, given) if launched is None else launched
 
 
-class _Told(NamedTuple):
-    """Numbers by which ranks knew their shards without a further question."""
+_Made = tuple[Tensor, Tensor, _direct.Addresses]  # the output, lse, and where inputs and lse lie
 
-    agreements: _layouts.Agreements  # all of the group's
-    agreed: _layouts.Agreed  # this layer's among them
-    everyone: list[tuple[int, ...]]  # every rank's numbers
-    kernel: ShardKernel  # kernel of this rank's shard by these numbers
+
+class _Launched(NamedTuple):
+    """Forward of a rank's shard, under way."""
+
+    filled: Any  # the frame, as _direct.Frames has it
+    value: Tensor
+    saved: Tensor
+    addresses: _direct.Addresses
+    partial_sums: Tensor
+    retained: _retain.Retained | None
+
+
+class _Layout(_direct.Frames):
+    """A layout of the layer over ranks, with the kernel of this rank's shard."""
+
+    __slots__ = ("agreed", "agreements", "everyone", "numbers")
+    kernel: ShardKernel
+
+    def __init__(
+        self,
+        kernel: ShardKernel,
+        form: DirectShard,
+        agreements: _layouts.Agreements,
+        agreed: _layouts.Agreed,
+        numbers: tuple[int, ...],
+        everyone: list[tuple[int, ...]],
+    ) -> None:
+        super().__init__(kernel, form)
+        self.agreements, self.agreed = agreements, agreed  # all of the group's, and this layer's among them
+        self.numbers, self.everyone = numbers, everyone  # by which ranks know the layout without a further question
+
+    def launch(self, form: DirectShard, given: Inputs) -> _Launched:
+        kernel = self.kernel
+        filled = self.take_forward()
+        words, _, _, frame = filled
+        hidden = kernel.as_read(given).hidden
+        value, saved = form.make_value(form.value_form), kernel.new_floats(form.num_tokens)
+        addresses = (given.hidden.data_ptr(), given.weight.data_ptr(), given.target.data_ptr(), saved.data_ptr())
+        words[HIDDEN], words[WEIGHT], words[TARGET], words[LSE] = addresses
+        if hidden is not given.hidden:
+            words[HIDDEN] = hidden.data_ptr()
+        words[self.value_word] = value.data_ptr()
+        retained = kernel.prepare_retained(frame, given)
+        return _Launched(filled, value, saved, addresses, kernel.launch_forward(frame), retained)
+
+    def finish(self, given: Inputs, launched: _Launched) -> Tensor:
+        """The output, complete on every rank."""
+        filled, retained = launched.filled, launched.retained
+        self.kernel.merge_sums(filled[3], given.group, launched.partial_sums)
+        self.forward.append(filled)
+        if retained is not None:
+            _retain.attach(retained, launched.saved)
+        return launched.value
+
+    def of_backward(
+        self,
+        given: Inputs,
+        saved: Tensor,
+        grad_values: Tensor,
+        grad_hidden: Tensor | None,
+        grad_weight: Tensor | None,
+        grad_bias: None,
+        retained: Tensor | None = None,
+        *,
+        lent: bool = False,
+        entropy: bool = True,
+    ) -> None:
+        """The kernel's `backward`, for tensors of forward's form."""
+        parallel = given.options.parallel
+        assert parallel is not None
+        wanted = (grad_hidden is not None) + 2 * (grad_weight is not None)
+        filled = self.take_backward(wanted)
+        words, _, _, frame = filled
+        words[HIDDEN], words[WEIGHT] = given.hidden.data_ptr(), given.weight.data_ptr()
+        words[TARGET], words[LSE] = given.target.data_ptr(), saved.data_ptr()
+        try:
+            words[self.grad_word] = grad_values.data_ptr()
+        except RuntimeError:
+            _kernels.raise_batched(grad_values)
+        if grad_hidden is not None:
+            words[GRAD_HIDDEN] = grad_hidden.data_ptr()
+        if grad_weight is not None:
+            words[GRAD_WEIGHT] = grad_weight.data_ptr()
+        frame.retain(frame.backward, retained, lent=lent)
+        self.kernel.run_backward(frame, given.group, parallel, grad_hidden)
+        self.backward[wanted].append(filled)
 
 
 class LinearCrossEntropyDirectShard(torch.autograd.Function):
-    """The node of direct calls over ranks: `_op.LinearCrossEntropyFunction` with nothing left to decide."""
+    """The node of direct calls over ranks: `_op.LinearCrossEntropyFunction` with nothing left to decide. Forward has run before it."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, target: Tensor, call: DirectShard, given: Inputs, kernel: ShardKernel) -> Tensor:
-        value = call.make_value(call.value_form)
-        saved = kernel.forward(given, value)
-        addresses = (hidden.data_ptr(), weight.data_ptr(), target.data_ptr(), saved.data_ptr())
-        ctx.call = call, kernel, addresses, _retain.has_filled(saved)
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, target: Tensor, form: DirectShard, layout: _Layout, made: _Made) -> Tensor:
+        value, saved, addresses = made
+        ctx.call = form, layout, addresses, _retain.has_filled(saved)
         ctx.save_for_backward(saved, hidden, weight, target)
         return value
 
@@ -96,15 +184,17 @@ class LinearCrossEntropyDirectShard(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
         grad_values = grad_outputs[0]
         saved, hidden, weight, target = ctx.saved_tensors
-        call: DirectShard
-        call, kernel, addresses, filled = ctx.call
+        form: DirectShard
+        layout: _Layout
+        form, layout, addresses, filled = ctx.call
         # The engine is asked however few rows a rank has: ranks add up what all of them ask for.
-        wanted = _autograd.wanted_gradients(ctx)[:4]
-        given = Inputs(hidden, weight, target, call.options, group=call.parallel.resolved())
-        if not call.matches_backward(addresses, grad_values, saved, hidden, weight, target) or _is_grad_enabled():
-            gradients = _direct.backward_of_any_form(kernel, given, saved, grad_values, wanted, filled=filled)
+        wanted = _autograd.wanted_gradients(ctx)
+        given = Inputs(hidden, weight, target, form.options, group=form.parallel.resolved())
+        if not form.matches_backward(addresses, grad_values, saved, hidden, weight, target) or _is_grad_enabled():
+            gradients = _direct.backward_of_any_form(layout.kernel, given, saved, grad_values, wanted, filled=filled)
         else:
-            gradients = _op.gradients_of(kernel, given, saved, grad_values, wanted, filled=filled)[:2]
+            way = layout.of_backward if form.adds_up_as_made else None
+            gradients = _op.gradients_of(layout.kernel, given, saved, grad_values, wanted, filled=filled, backward=way)[:2]
         return *gradients, None, None, None, None
 
     @staticmethod

@@ -56,11 +56,11 @@ class Agreed:
         self.digest = zlib.crc32(repr(layer).encode())
         self.shards: dict[tuple[Any, ...], Shard] = {}  # this rank's, by every rank's rows, vocab_start and all_rows
 
-    def told(self, group: Any, parallel: Parallel, weight: Tensor, num_tokens: int) -> list[tuple[int, ...]]:
-        """Every rank's numbers. All ranks call at the same time."""
+    def numbers(self, parallel: Parallel, weight: Tensor, num_tokens: int) -> tuple[int, ...]:
+        """This rank's numbers of a call."""
         capturing = weight.is_cuda and torch.cuda.is_current_stream_capturing()
         place = (weight.shape[0], min(parallel.vocab_start, _MOST), parallel.all_rows)
-        return told_by_hosts(group, (self.digest, len(self.shards), num_tokens, int(capturing), *place))
+        return (self.digest, len(self.shards), num_tokens, int(capturing), *place)
 
     def known(self, everyone: list[tuple[int, ...]]) -> Shard | None:
         """The shard that every rank has by all ranks' numbers; None where they have yet to agree on one."""
@@ -107,7 +107,7 @@ def shard_of(
     if backward and len(agreed.shards) == 1:
         return next(iter(agreed.shards.values()))
     first = next(each for each in tokens.values() if each is not None)
-    everyone = agreed.told(group, parallel, weight, first.shape[0])
+    everyone = told_by_hosts(group, agreed.numbers(parallel, weight, first.shape[0]))
     return shard_told(agreed, everyone, group, parallel, weight, tokens)
 
 

@@ -7,6 +7,7 @@ that left an exchange by an error may be further ahead; the others are told so i
 
 from __future__ import annotations
 
+import functools
 import mmap
 import os
 import struct
@@ -38,80 +39,89 @@ class Mailbox:
         self._number = 0
 
     def tell(self, numbers: Sequence[int]) -> list[tuple[int, ...]]:
-        """Every rank's numbers of 64 bits, at most MOST, in the order of ranks. Raises RuntimeError where a rank has ended or let go of the
-        group, does not come in the group's time, left an earlier call by an error, or tells another count of numbers; and in a fork."""
+        """`begin`, and what the others have told."""
+        return self.begin(numbers)()
+
+    def begin(self, numbers: Sequence[int]) -> Callable[[], list[tuple[int, ...]]]:
+        """Tells the others this rank's numbers of 64 bits, at most MOST. Returns the function that waits for theirs, to be called once:
+        every rank's numbers, in the order of ranks. Raises RuntimeError where a rank has ended or let go of the group, does not come in the
+        group's time, left an earlier call by an error, or tells another count of numbers; and in a fork."""
         if os.getpid() != self._process:
             raise RuntimeError("this process is a fork of a rank of the process group; the rank itself makes the call")
         packed = struct.pack(f"<{len(numbers)}q", *numbers)
         with self._lock:
-            self._number += 1
-            at = self._slot(self._rank)
+            number = self._number = self._number + 1
+            at = self._slot(self._rank, number)
             self._memory[at + _HEAD.size : at + _HEAD.size + len(packed)] = packed
-            _HEAD.pack_into(self._memory, at, self._number, len(numbers), self._checksum(len(numbers), packed))
-            mine, count = struct.unpack(f"<{len(numbers)}q", packed), len(numbers)
-            return [mine if rank == self._rank else self._read(rank, count) for rank in range(len(self._processes))]
+            _HEAD.pack_into(self._memory, at, number, len(numbers), _checksum(number, len(numbers), packed))
+        return functools.partial(self._everyone, number, struct.unpack(f"<{len(numbers)}q", packed))
+
+    def _everyone(self, number: int, mine: tuple[int, ...]) -> list[tuple[int, ...]]:
+        return [mine if rank == self._rank else self._read(rank, number, len(mine)) for rank in range(len(self._processes))]
 
     def leave(self) -> None:
         """Tells the others that this rank makes no further call: its group is gone. The last call's numbers stay for those yet to read."""
         if os.getpid() == self._process:
             self._number += 1
-            _HEAD.pack_into(self._memory, self._slot(self._rank), _LEFT, 0, 0)
+            _HEAD.pack_into(self._memory, self._slot(self._rank, self._number), _LEFT, 0, 0)
 
-    def _slot(self, rank: int) -> int:
-        return (self._number % 2 * len(self._processes) + rank) * _SLOT
+    def _slot(self, rank: int, number: int) -> int:
+        return (number % 2 * len(self._processes) + rank) * _SLOT
 
-    def _checksum(self, count: int, packed: bytes) -> int:
-        return zlib.crc32(packed, (self._number * MOST + count) % (1 << 32))
-
-    def _look(self, rank: int) -> tuple[int, bytes] | None:
+    def _look(self, rank: int, expected: int) -> tuple[int, bytes] | None:
         """How many numbers the rank tells, and their bytes; None before they are there. The checksum tells numbers that another processor
         has written in part."""
-        at = self._slot(rank)
+        at = self._slot(rank, expected)
         number, count, checksum = _HEAD.unpack_from(self._memory, at)
-        if number != self._number or count > MOST:
+        if number != expected or count > MOST:
             return None
         packed = self._memory[at + _HEAD.size : at + _HEAD.size + 8 * count]
-        return (count, packed) if self._checksum(count, packed) == checksum else None
+        return (count, packed) if _checksum(number, count, packed) == checksum else None
 
-    def _number_of(self, rank: int) -> int:
-        number: int = _HEAD.unpack_from(self._memory, self._slot(rank))[0]
-        return number
-
-    def _read(self, rank: int, expected: int) -> tuple[int, ...]:
+    def _read(self, rank: int, number: int, expected: int) -> tuple[int, ...]:
         found = None
         for _ in range(_SPINS):
-            if (found := self._look(rank)) is not None:
+            if (found := self._look(rank, number)) is not None:
                 break
-        count, packed = found or self._wait(rank)
+        count, packed = found or self._wait(rank, number)
         if count != expected:
             raise RuntimeError(
                 f"rank {rank} of the process group tells {count} numbers and rank {self._rank} {expected}: they make different calls"
             )
         return struct.unpack(f"<{count}q", packed)
 
-    def _wait(self, rank: int) -> tuple[int, bytes]:
+    def _wait(self, rank: int, number: int) -> tuple[int, bytes]:
         begin = looked = time.monotonic()
         pause = _SHORTEST
-        while (found := self._look(rank)) is None:
+        while (found := self._look(rank, number)) is None:
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST)
             now = time.monotonic()
             if now - looked > _LOOK_FOR_THE_DEAD:
                 looked = now
-                if (number := self._number_of(rank)) == _LEFT:
+                if (there := self._number_there(rank, number)) == _LEFT:
                     raise RuntimeError(f"rank {rank} of the process group has let go of the group")
-                if number > self._number and number == self._number_of(rank):  # seen twice: it is there as a whole
+                if there > number and there == self._number_there(rank, number):  # seen twice: it is there as a whole
                     raise RuntimeError(
-                        f"rank {rank} of the process group is {number - self._number} calls ahead of rank {self._rank}: it left one by an "
+                        f"rank {rank} of the process group is {there - number} calls ahead of rank {self._rank}: it left one by an "
                         "error; make the group anew"
                     )
-                if _began(self._processes[rank][0]) != self._processes[rank][1] and self._look(rank) is None:
+                if _began(self._processes[rank][0]) != self._processes[rank][1] and self._look(rank, number) is None:
                     raise RuntimeError(f"rank {rank} of the process group has ended")
             if now - begin > self._seconds:
                 raise RuntimeError(
                     f"rank {rank} of the process group has not come to this call for {self._seconds:g} s, the group's timeout"
                 )
         return found
+
+    def _number_there(self, rank: int, number: int) -> int:
+        """The number of the exchange in whose place the rank's numbers of exchange `number` will be."""
+        there: int = _HEAD.unpack_from(self._memory, self._slot(rank, number))[0]
+        return there
+
+
+def _checksum(number: int, count: int, packed: bytes) -> int:
+    return zlib.crc32(packed, (number * MOST + count) % (1 << 32))
 
 
 def open_between(tell: Tell, rank: int, ranks: int, seconds: float) -> Mailbox | None:

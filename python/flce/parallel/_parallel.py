@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -100,6 +100,11 @@ _made: dict[str, int] = {}  # how many of a group's name
 
 def told_by_hosts(group: Any, numbers: Sequence[int]) -> list[tuple[int, ...]]:
     """Every rank's numbers of 64 bits, in the order of ranks; each rank gives equally many. Waits for the other ranks and for no device."""
+    return tell_hosts(group, numbers)()
+
+
+def tell_hosts(group: Any, numbers: Sequence[int]) -> Callable[[], list[tuple[int, ...]]]:
+    """`told_by_hosts` in two steps: tells, and returns the function that waits for the others' numbers, to be called once."""
     if group not in _mailboxes:
         by_gloo = functools.partial(_told_by_gloo, group)
         made = _mailbox.open_between(by_gloo, group.rank(), group.size(), _timeout_of(group).total_seconds())
@@ -107,14 +112,23 @@ def told_by_hosts(group: Any, numbers: Sequence[int]) -> list[tuple[int, ...]]:
             weakref.finalize(group, made.leave)
         _mailboxes[group] = made
     mailbox = _mailboxes[group]
-    return _told_by_gloo(group, numbers) if mailbox is None or len(numbers) > _mailbox.MOST else mailbox.tell(numbers)
+    return _begin_by_gloo(group, numbers) if mailbox is None or len(numbers) > _mailbox.MOST else mailbox.begin(numbers)
 
 
 def _told_by_gloo(group: Any, numbers: Sequence[int]) -> list[tuple[int, ...]]:
+    return _begin_by_gloo(group, numbers)()
+
+
+def _begin_by_gloo(group: Any, numbers: Sequence[int]) -> Callable[[], list[tuple[int, ...]]]:
     mine = torch.tensor(numbers, dtype=torch.int64, device="cpu")
     everyone = mine.new_empty(group.size() * len(numbers))
-    _between_hosts(group)._allgather_base(everyone, mine).wait()
-    return [tuple(one) for one in everyone.view(-1, len(numbers)).tolist()]
+    work = _between_hosts(group)._allgather_base(everyone, mine)
+
+    def wait() -> list[tuple[int, ...]]:
+        work.wait()
+        return [tuple(one) for one in everyone.view(-1, len(numbers)).tolist()]
+
+    return wait
 
 
 def _between_hosts(group: Any) -> Any:

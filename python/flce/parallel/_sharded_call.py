@@ -37,7 +37,7 @@ def run(
     """Runs `_call.run` for a layer over ranks, with its other tensors: those of _OF_CLASSES lie over ranks as the weight does, all others
     have a number for every token."""
     if _is_plain(hidden, weight, target, given) and num_valid_tokens is None and not parallel.sequence:
-        return _call.run(hidden, weight, target, _over_ranks(options, parallel), **given)
+        return _call.run(hidden, weight, target, over_ranks(options, parallel), **given)
     check_tensors(hidden=hidden, weight=weight, target=target)
     hidden, dimension = _local_hidden(hidden, target, parallel)
     if is_dtensor(weight):
@@ -50,7 +50,7 @@ def run(
     made: Any = _call.run(
         hidden,
         _local_shard("weight", weight, parallel),
-        options=_over_ranks(options, parallel),
+        options=over_ranks(options, parallel),
         num_valid_tokens=num_valid_tokens,
         **{name: _local_shard(name, tensor, parallel) for name, tensor in classes.items() if tensor is not None},
         **of_tokens,
@@ -67,7 +67,7 @@ def _is_plain(hidden: Tensor, weight: Tensor, target: Tensor, given: dict[str, A
     return plain and all(tensor is None or type(tensor) in PLAIN_TYPES for tensor in given.values())
 
 
-def _over_ranks(options: CallOptions, parallel: Parallel) -> CallOptions:
+def over_ranks(options: CallOptions, parallel: Parallel) -> CallOptions:
     """The options of a call with its `Parallel`, the same object for the same two."""
     return _with_parallel(options, parallel) if not torch.compiler.is_compiling() else replace(options, parallel=parallel)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from flce import errors
 from flce.call import _options
 from flce.core import _kernels, _native, _retain
-from flce.core._frame import GROUPS, VALUES, Frame, Inputs, is_hidden_major
+from flce.core._frame import GROUPS, VALUES, Frame, Inputs, Parallel, is_hidden_major
 from flce.core._kernel_key import DTYPE_NAMES, OF_CLASSES, KernelKey
 from flce.parallel import _layouts, _parallel
 from flce.parallel._layouts import Shard
@@ -108,16 +108,24 @@ class ShardKernel(_kernels.LoadedKernel):
         parallel = given.options.parallel
         if parallel is None or not parallel.sequence:
             return given
-        return given._replace(hidden=_parallel.gathered(given.group, given.hidden, parallel.ranks))
+        return given._replace(hidden=_parallel.gathered(given.group, given.hidden.detach(), parallel.ranks))
 
     def run_forward(self, frame: Any, given: Inputs) -> None:
         """Forward of this rank's shard, and the merge of all ranks' partial sums."""
-        frame.merge.num_valid = frame.forward.num_valid
+        self.merge_sums(frame, given.group, self.launch_forward(frame))
+
+    def launch_forward(self, frame: Any) -> Tensor:
+        """Forward of this rank's shard alone. Returns its partial sums."""
         partial_sums = self.new_floats((self.fields, frame.num_tokens))
         frame.partial_sums.data = partial_sums.data_ptr()
-        super().run_forward(frame, given)
-        everyone = _parallel.gathered(given.group, partial_sums, self.ranks)
+        self.run(self.forward_function, frame.forward_address, frame.forward_bytes)
+        return partial_sums
+
+    def merge_sums(self, frame: Any, group: Any, partial_sums: Tensor) -> None:
+        """Gathers all ranks' partial sums, and merges them into the outputs."""
+        everyone = _parallel.gathered(group, partial_sums, self.ranks)
         frame.all_partial_sums.data = everyone.data_ptr()
+        frame.merge.num_valid = frame.forward.num_valid
         self.run(self.merge_function, frame.merge_address, frame.merge_bytes)
 
     def backward(
@@ -137,43 +145,47 @@ class ShardKernel(_kernels.LoadedKernel):
         that it is this rank's part."""
         group, parallel = given.group, given.options.parallel
         assert parallel is not None
-        reduces = grad_hidden is not None and parallel.reduce_grad_hidden
         gather = None
-        late = False
         if parallel.sequence:
             hidden, gather = _parallel.start_gather(group, given.hidden, parallel.ranks)
             given = given._replace(hidden=hidden)
-            late = reduces and not lent and self._reads_hidden_late(given, retained)
+            late = grad_hidden is not None and parallel.reduce_grad_hidden and not lent and self._reads_hidden_late(given, retained)
             if not late:
                 gather.wait()
+                gather = None
         part = None
         if grad_hidden is not None:
             wide = self.key.grad_hidden_dtype or self.key.dtype
             alike = not parallel.sequence and wide is grad_hidden.dtype and grad_hidden.is_contiguous()
             part = grad_hidden if alike else given.hidden.new_empty(given.hidden.shape, dtype=wide)
         frame: Any = self._take_frame()
-        args = frame.backward
         kept = self.fill_backward(frame, given, saved, grad_values, (part, grad_weight, grad_bias), entropy=entropy)  # noqa: F841
-        frame.retain(args, retained, lent=lent)
-        mine = part
-        if part is None or not reduces:
-            args.stage = _native.STAGE_WHOLE
-            self.run(self.backward_function, frame.backward_address, frame.backward_bytes)
-        else:
-            size = frame.backward_bytes
-            workspace = self.new_workspace(size)
-            args.stage = _native.STAGE_UNTIL_GRAD_HIDDEN
-            args.hidden_ready = 0 if late else 1
-            self.run_in(workspace, size, self.backward_function, frame.backward_address)
-            if gather is not None:
-                gather.wait()
-            mine, work = _parallel.start_sum(group, part, parallel)
-            args.stage = _native.STAGE_REST
-            self.run_in(workspace, size, self.backward_function, frame.backward_address)
-            work.wait()
+        frame.retain(frame.backward, retained, lent=lent)
+        mine = self.run_backward(frame, group, parallel, part, gather)
         if grad_hidden is not None and mine is not None and mine is not grad_hidden:
             grad_hidden.copy_(mine)
         self.frames.append(frame)
+
+    def run_backward(self, frame: Any, group: Any, parallel: Parallel, part: Tensor | None, gather: Any = None) -> Tensor | None:
+        """Backward of a filled frame. `part`: where this rank's part of grad_hidden is made. Returns the sum over ranks, or `part` where
+        that is wanted. `gather`: what to wait for before grad_weight, where hidden states may come late."""
+        args = frame.backward
+        if part is None or not parallel.reduce_grad_hidden:
+            args.stage = _native.STAGE_WHOLE
+            self.run(self.backward_function, frame.backward_address, frame.backward_bytes)
+            return part
+        size = frame.backward_bytes
+        workspace = self.new_workspace(size)
+        args.stage = _native.STAGE_UNTIL_GRAD_HIDDEN
+        args.hidden_ready = 1 if gather is None else 0
+        self.run_in(workspace, size, self.backward_function, frame.backward_address)
+        if gather is not None:
+            gather.wait()
+        mine, work = _parallel.start_sum(group, part, parallel)
+        args.stage = _native.STAGE_REST
+        self.run_in(workspace, size, self.backward_function, frame.backward_address)
+        work.wait()
+        return mine
 
     def _reads_hidden_late(self, given: Inputs, retained: Tensor | None) -> bool:
         """Whether hidden states may be on their way from other ranks while grad_hidden is made."""
