@@ -70,6 +70,23 @@ def test_opcheck_hidden_major_weight(device: str) -> None:
     )
 
 
+@pytest.mark.parametrize("way", ["function", "loss", "head"])
+def test_a_layer_in_one_graph(way: str) -> None:
+    """A layer's class and quantisation are looked at while the graph is traced."""
+    problem = make_problem("cpu", torch.float32)
+    linear = torch.nn.Linear(problem.weight.shape[1], problem.weight.shape[0], bias=False)
+    linear.weight = torch.nn.Parameter(problem.weight.detach().clone())
+    head = flce.FusedLMHead.from_linear(linear)
+    losses: dict[str, Any] = {
+        "function": flce.linear_cross_entropy,
+        "loss": flce.LinearCrossEntropyLoss(linear, shift=0),
+        "head": lambda hidden, _, target: head(hidden, target),
+    }
+    call = losses[way]
+    given = (problem.hidden, problem.target) if way == "loss" else (problem.hidden, linear, problem.target)
+    assert torch.equal(torch.compile(call, fullgraph=True, backend="aot_eager")(*given), call(*given))
+
+
 def step(hidden: Tensor, weight: Tensor, labels: Tensor, **options: Any) -> tuple[Tensor, ...]:
     loss, lse = flce.linear_cross_entropy(hidden, weight, labels, shift=1, softcap=30.0, return_lse=True, **options)
     return loss, lse

@@ -93,7 +93,7 @@ def of_layer(what: str, layer: Any, fp8: Any = None) -> Codes | None:
     and for a layer, that is understood to be another one, and for one that rounds hidden states in another way than a loss with `fp8`."""
     layer = getattr(layer, "_modules", {}).get("_orig_mod", layer)  # torch.compile's wrapper
     scheme = getattr(layer, "quantization_scheme", None)
-    if _package(type(scheme)) == "compressed_tensors":
+    if scheme is not None and _package(type(scheme)) == "compressed_tensors":
         return _of_compressed(what, layer, scheme, fp8)
     return of_tensor(f"{what}'s weight", getattr(layer, "weight", None), fp8)
 
