@@ -285,6 +285,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=12, help="that are measured, after two that are not (default: 12)")
     parser.add_argument("--steps", type=int, default=4, help="one after another in a run (default: 4)")
     parser.add_argument("--pause", type=float, default=0.1, help="seconds before a run (default: 0.1)")
+    parser.add_argument("--one-thread", action="store_true", help="run backward on the caller's thread, not on one of autograd's")
     parser.add_argument("--timeline", action="store_true", help="the kernels of a step of each flce contender, in --out's file")
     parser.add_argument("--commit", help="of what is measured (default: git's)")
     parser.add_argument("--out", type=Path, help="a file for the figures as JSON")
@@ -297,7 +298,8 @@ def main() -> None:
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device, timeout=datetime.timedelta(seconds=120))
     mesh = init_device_mesh("cuda", (dist.get_world_size(),))
-    asked = {"rounds": options.rounds, "steps": options.steps, "pause_seconds": options.pause}
+    torch.autograd.set_multithreading_enabled(not options.one_thread)
+    asked = {"rounds": options.rounds, "steps": options.steps, "pause_seconds": options.pause, "one_thread": options.one_thread}
     report: dict[str, Any] = provenance(options.commit) | asked | {"shapes": {}}
     if "liger" in options.contenders:
         prepare_liger(options.shapes)
