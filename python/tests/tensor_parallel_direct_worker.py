@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -243,6 +243,24 @@ def one_goes_another_way(how: str) -> None:
             close(one.reshape(other.shape), other)
         same_on_every_rank(made[0], made[1].reshape(hidden.shape))
         same(right, call.step())
+
+
+def operators_on_one() -> None:
+    """A rank whose backward goes through the operators, of a layer of which the group knows several layouts: no host waits for another."""
+    layer, rank, ranks = Layer(), dist.get_rank(), dist.get_world_size()
+    classes = 20 * ranks - 1  # the last rank's last row is padding, or is not there
+    rows = [(20, 20), (20, 19)]
+    weights = [leaf(layer.weight[20 * rank : 20 * rank + each[rank == ranks - 1]]) for each in rows]
+    hidden, target = leaf(layer.hidden), layer.target.clamp(max=classes - 1)
+    expected = flce.linear_cross_entropy(hidden, layer.weight[:classes], target)
+    (of_hidden,) = torch.autograd.grad(expected, hidden)
+    for number in range(6):
+        weight = weights[number % 2]
+        with Through() if is_odd() and number > 1 else nullcontext():
+            loss = flce.linear_cross_entropy(hidden, weight, target, process_group=layer.group, vocab_size=classes)
+            gradient, _ = torch.autograd.grad(loss, (hidden, weight))
+        close(loss, expected)
+        close(gradient, of_hidden)
 
 
 def refused_on_one(change: str) -> None:
@@ -500,6 +518,7 @@ CASES: list[tuple[Any, ...]] = [
     (two_in_turn,),
     (threads,),
     *((one_goes_another_way, how) for how in ("strided hidden", "misaligned weight", "hidden major", "shape", "new", "operators")),
+    (operators_on_one,),
     *((refused_on_one, change) for change in ("options", "fewer tokens", "vocab_start", "dtype")),
     (grown_on_one,),
     *((forgotten, on_all) for on_all in (False, True)),

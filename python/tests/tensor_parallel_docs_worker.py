@@ -48,4 +48,4 @@ def run(page: str, section: str, count: int) -> None:
 
 
 if __name__ == "__main__":
-    run_main(run, lambda: [("tensor-parallel.md", "", 5), ("python.md", "The vocabulary over ranks", 1)])
+    run_main(run, lambda: [("tensor-parallel.md", "", 6), ("python.md", "The vocabulary over ranks", 1)])

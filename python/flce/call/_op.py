@@ -356,6 +356,10 @@ def _given(names: Sequence[str], args: Sequence[Any]) -> tuple[Inputs, dict[str,
     return Inputs(**{name: named.get(name) for name in _frame.TENSORS}, options=options), named  # type: ignore[arg-type]
 
 
+# What tells backward forward's shard. Ranks whose backward is eager know theirs, and would not come where hosts tell each other numbers.
+_SHARD = "_flce_shard"
+
+
 def _forward_kernel(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     given = _given(FORWARD, args)[0].with_group()
     if given.options.retain != _retain.Retain() and _retain.under_cudagraph_trees(given.hidden):
@@ -364,6 +368,8 @@ def _forward_kernel(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     kernel = _kernels.find_for(given)
     made = new_made(kernel, given, given.target.shape)
     saved = kernel.forward(given, *made.as_written(given))
+    if given.options.parallel is not None:
+        setattr(saved, _SHARD, kernel.of[0])
     return made.values, saved, given.hidden.new_empty(0, dtype=torch.int64) if made.top1 is None else made.top1
 
 
@@ -380,7 +386,9 @@ def new_made(kernel: _kernels.LoadedKernel, given: Inputs, token_shape: torch.Si
 def _backward_kernel(*args: Any) -> tuple[Tensor, ...]:
     given, named = _given(BACKWARD, args)
     grad_values, saved, wanted = named["grad_values"], named["saved"], named["wanted"]
-    gradients = run_backward(None, given, saved, grad_values, (*wanted, named.get("want_class_offset", False)))
+    shard = getattr(saved, _SHARD, None)
+    kernel = None if shard is None else _kernels.find_for(given, backward=True, shard=shard)
+    gradients = run_backward(kernel, given, saved, grad_values, (*wanted, named.get("want_class_offset", False)))
     if wanted[1] and (retained := _retain.of(saved)) is not None:
         retained.close()  # a compiler may use the memory of `saved` for something else, and that tensor as long as it likes
     return tuple(grad_values.new_empty(0) if gradient is None else gradient for gradient in gradients)

@@ -384,11 +384,11 @@ def checked_strict(strict: Any) -> bool | None:
 find_shard: Callable[..., LoadedKernel] | None = None  # find_for of a weight that lies over ranks; set by what knows of ranks
 
 
-def find_for(given: Inputs, grad_weight_out: Tensor | None = None, *, backward: bool = False) -> LoadedKernel:
-    """The kernel that computes such a call, or its backward."""
+def find_for(given: Inputs, grad_weight_out: Tensor | None = None, *, backward: bool = False, shard: Any = None) -> LoadedKernel:
+    """The kernel that computes such a call, or its backward. `shard`: the shard of forward's kernel, for a backward that knows it."""
     if given.options.parallel is not None:
         assert find_shard is not None
-        return find_shard(given, grad_weight_out, backward=backward)
+        return find_shard(given, grad_weight_out, backward=backward, shard=shard)
     return find(key_of(given, grad_weight_out, given.weight.shape[0]))
 
 

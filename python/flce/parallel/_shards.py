@@ -195,10 +195,12 @@ class ShardKernel(_kernels.LoadedKernel):
         return _native.reads_hidden_late(self._handle, num_tokens, _native.RETAINED_OWN, size, self.shard.classes)
 
 
-def find_for(given: Inputs, grad_weight_out: Tensor | None = None, *, backward: bool = False) -> ShardKernel:
+def find_for(given: Inputs, grad_weight_out: Tensor | None = None, *, backward: bool = False, shard: Shard | None = None) -> ShardKernel:
     """The kernel of this rank's part of such a call. Once in each forward: ranks tell each other what they have."""
     parallel = given.options.parallel
     assert parallel is not None
+    if shard is not None and shard.rows == given.weight.shape[0]:
+        return kernel_of(given, shard, grad_weight_out)
     shard = _layouts.shard_of(given.group, parallel, given.weight, tokens_of(given), layer_of(given), backward=backward)
     return kernel_of(given, shard, grad_weight_out)
 
