@@ -184,7 +184,9 @@ if $with_python; then
         fi
     fi
 fi
-if ((${#wheels[@]} + ${#python_packages[@]})) && ! python3 -m pip --version >/dev/null 2>&1 && ! command -v uv >/dev/null; then
+# Within pip's isolated builds PYTHONPATH hides the packages of an environment that is activated, its pip among them.
+has_pip() { env -u PYTHONPATH "$1" -m pip --version >/dev/null 2>&1; }
+if ((${#wheels[@]} + ${#python_packages[@]})) && ! has_pip python3 && ! command -v uv >/dev/null; then
     if [[ " ${packages[*]} " != *" python3-pip "* ]]; then packages+=(python3-pip); fi
 fi
 
@@ -290,12 +292,15 @@ fi
 fetch() { # PYTHON, then what pip install takes
     local python=$1
     shift
-    if "$python" -m pip --version >/dev/null 2>&1; then
+    if has_pip "$python"; then
         # Nothing is compiled: most modules of these packages are never imported, and the rest are compiled when they are.
-        PIP_ROOT_USER_ACTION=ignore "$python" -m pip install --no-compile --quiet --no-input --disable-pip-version-check \
+        PIP_ROOT_USER_ACTION=ignore env -u PYTHONPATH "$python" -m pip install --no-compile --quiet --no-input --disable-pip-version-check \
             --no-warn-script-location "$@" </dev/null
-    else
+    elif command -v uv >/dev/null; then
         uv pip install --quiet --python "$python" "$@" </dev/null
+    else
+        echo "flce: $(command -v "$python") has no pip, and there is no uv" >&2
+        return 1
     fi
 }
 

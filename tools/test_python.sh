@@ -78,9 +78,18 @@ case $check in
         wheel=$(echo "$work"/wheels/flce-*.whl)
         [[ $wheel == *-py3-none-linux_*.whl ]] || { echo "unexpected wheel: $wheel" >&2 && exit 1; }
         "$python" -m pip install --quiet --no-deps --no-index --target "$work/site" "$wheel"
+        interpreter=$("$python" -c 'import sys; print(sys.executable)')
+        # What a build needs is fetched within pip's isolation too, in an environment that is activated: pip hides its packages there.
+        isolated=$work/isolated
+        rm -rf "$isolated" && mkdir -p "$isolated"/{root,site}
+        cp -r "$root/tools" "$root/CMakeLists.txt" "$isolated/root/"
+        "$interpreter" -m venv "$isolated/venv"
+        echo 'import sys; sys.path = [each for each in sys.path if not each.endswith(("site-packages", "dist-packages"))]' \
+            >"$isolated/site/sitecustomize.py"
+        PATH=$isolated/venv/bin:$PATH PYTHONPATH=$isolated/site "$isolated/root/tools/setup.sh"
+        rm -rf "$isolated"
         # Runs from elsewhere, on the installed package alone.
         added=$root/.tools/python
-        interpreter=$("$python" -c 'import sys; print(sys.executable)')
         cd / && unset FLCE_LIBRARY && PYTHONPATH="$work/site:$added" \
             "$interpreter" "$root/python/tests/installed_package.py" "$work/site" "$work/site/bin"
         ;;

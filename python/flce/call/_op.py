@@ -356,7 +356,8 @@ def _given(names: Sequence[str], args: Sequence[Any]) -> tuple[Inputs, dict[str,
     return Inputs(**{name: named.get(name) for name in _frame.TENSORS}, options=options), named  # type: ignore[arg-type]
 
 
-# What tells backward forward's shard. Ranks whose backward is eager know theirs, and would not come where hosts tell each other numbers.
+# Name of the attribute of `saved` that holds forward's shard. Ranks whose backward is eager know theirs: they would not come where hosts
+# tell each other numbers.
 _SHARD = "_flce_shard"
 
 
