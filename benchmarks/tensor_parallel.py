@@ -280,7 +280,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", default=SHAPES, help="num_tokens x hidden_size x vocab_size, of all ranks together")
     parser.add_argument(
-        "--contenders", nargs="+", default=CONTENDERS, choices=(*CONTENDERS, *ASKED_FOR), help="(default: all but the last two)"
+        "--contenders",
+        nargs="+",
+        default=CONTENDERS,
+        choices=(*CONTENDERS, *ASKED_FOR),
+        metavar="NAME",
+        help=f"names of the list above, such as 'flce, retained' (default: all but {' and '.join(ASKED_FOR)})",
     )
     parser.add_argument("--rounds", type=int, default=12, help="that are measured, after two that are not (default: 12)")
     parser.add_argument("--steps", type=int, default=4, help="one after another in a run (default: 4)")
@@ -290,8 +295,10 @@ def main() -> None:
     parser.add_argument("--commit", help="of what is measured (default: git's)")
     parser.add_argument("--out", type=Path, help="a file for the figures as JSON")
     options = parser.parse_args()
-    if "RANK" not in os.environ or torch.cuda.device_count() <= int(os.environ["LOCAL_RANK"]):
+    if "RANK" not in os.environ:
         parser.error("start it with torchrun, with a GPU for every rank")
+    if torch.cuda.device_count() <= int(os.environ["LOCAL_RANK"]):
+        parser.error(f"rank {os.environ['RANK']} finds {torch.cuda.device_count()} GPUs; each rank takes one of its own")
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     os.environ.setdefault("NVSHMEM_DISABLE_NVLS", "1")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))

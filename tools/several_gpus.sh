@@ -9,13 +9,20 @@
 # (FLCE_LIBRARY, or a build tree) and a Python with torch (FLCE_PYTHON, as tools/python.sh has it); where jax or liger-cute-kernels is
 # installed it is measured too.
 set -uo pipefail
-out=$(mkdir -p "${1:?usage: several_gpus.sh FOLDER [PART...]}" && cd "$1" && pwd) || exit 2
-parts=("${@:2}")
-cd "$(dirname "$0")/.." || exit 2
-python=tools/python.sh
-gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())')
-capability=$("$python" -c 'import torch; print(torch.cuda.get_device_capability())')
+if (($# == 0)) || [[ $1 == -* ]]; then
+    echo "usage: tools/several_gpus.sh FOLDER [PART...]; the script's first lines say what it runs" >&2
+    exit 2
+fi
+root=$(cd "$(dirname "$0")/.." && pwd) || exit 2
+python=$root/tools/python.sh
+gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())') ||
+    { echo "several_gpus.sh: $python finds no torch; FLCE_PYTHON names a Python that has it" >&2 && exit 2; }
 ((gpus >= 2)) || { echo "several_gpus.sh: $gpus GPUs here; it takes 2 or more" >&2 && exit 2; }
+capability=$("$python" -c 'import torch; print(torch.cuda.get_device_capability())')
+out=$(mkdir -p "$1" && cd "$1" && pwd) || exit 2
+parts=("${@:2}")
+cd "$root" || exit 2
+python=tools/python.sh
 export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1 NVSHMEM_REMOTE_TRANSPORT=none
 export OMP_NUM_THREADS=2 PYTHONUNBUFFERED=1
 export FLCE_CACHE_DIR=${FLCE_CACHE_DIR:-$out/cache}
@@ -39,7 +46,7 @@ worker tensor_parallel 270 &
 worker tensor_parallel_property 270 &
 {
     worker tensor_parallel_nccl 60
-    worker tensor_parallel_heads 60
+    worker tensor_parallel_heads 150
     [[ $capability != "(9, 0)" ]] || worker tensor_parallel_fp8 60  # an FP8 head's GPUs
     worker compat_parallel 150
     worker engine 60

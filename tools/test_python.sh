@@ -79,7 +79,7 @@ case $check in
         [[ $wheel == *-py3-none-linux_*.whl ]] || { echo "unexpected wheel: $wheel" >&2 && exit 1; }
         "$python" -m pip install --quiet --no-deps --no-index --target "$work/site" "$wheel"
         interpreter=$("$python" -c 'import sys; print(sys.executable)')
-        # What a build needs is fetched within pip's isolation too, in an environment that is activated: pip hides its packages there.
+        # Setup as pip's isolated builds run it in an activated environment, whose packages pip hides.
         isolated=$work/isolated
         rm -rf "$isolated" && mkdir -p "$isolated"/{root,site}
         cp -r "$root/tools" "$root/CMakeLists.txt" "$isolated/root/"

@@ -82,9 +82,9 @@ def differing(name: str, *, later: bool = False) -> None:
         "hidden size": ({"hidden": layer.hidden[:, :32], "weight": given["weight"][:, :32]}, "hidden_size differs"),
         "dtype": ({"hidden": layer.hidden.bfloat16(), "weight": given["weight"].bfloat16()}, "hidden's dtype differs"),
         "reduction": ({"reduction": "sum"}, "reduction differs between ranks of the process group: 'mean' on rank 0, 'sum' on 1"),
-        "options": ({"softcap": 4.0}, "the options differs"),
-        "fp8": ({"fp8": flce.Fp8()}, "the options differs"),
-        "outputs": ({"return_entropy": True}, "the options differs"),
+        "options": ({"softcap": 4.0}, "the options differ"),
+        "fp8": ({"fp8": flce.Fp8()}, "the options differ"),
+        "outputs": ({"return_entropy": True}, "the options differ"),
         "ignore_index": ({"ignore_index": -1}, "ignore_index differs"),
         "bias": ({"bias": torch.zeros(given["weight"].shape[0])}, "whether bias is given differs"),
         "temperature": ({"temperature": 2.0}, "whether temperature is given differs"),
@@ -129,7 +129,7 @@ def teachers(what: str) -> None:
         given["teacher_ids"] = layer.teacher_ids.flip(0)
     if odd and what == "top_k":
         given |= {"teacher_ids": layer.teacher_ids[:, :3], "teacher_probs": layer.teacher_probs[:, :3]}
-    message = {"ids": "teacher_ids differs", "top_k": "the options differs"}[what]
+    message = {"ids": "teacher_ids differs", "top_k": "the options differ"}[what]
     refused_by_all(given, flce.PlacementError, message, function=flce.linear_topk_distillation)
 
 

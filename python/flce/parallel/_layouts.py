@@ -167,12 +167,14 @@ def agreed_shard(vocab_size: int, everyone: list[_Facts], rank: int) -> Shard:
     for facts in everyone[1:]:
         for (name, here), (_, there) in zip(first.layer, facts.layer, strict=True):
             if here != there:
-                between = f"differs between ranks of the process group: {here!r} on rank 0, {there!r} on {facts.rank}"
-                raise errors.PlacementError(f"{name} {between}")
+                differ = "differ" if name.endswith("options") else "differs"
+                between = f"between ranks of the process group: {here!r} on rank 0, {there!r} on {facts.rank}"
+                raise errors.PlacementError(f"{name} {differ} {between}")
         for (name, here), (_, there) in zip(first.tokens, facts.tokens, strict=True):
             if here != there:
+                said = f"{_said(here)}, {_said(there)}" if _said(here) != _said(there) else f"{_said(here)}, with other numbers"
                 raise errors.PlacementError(
-                    f"{name} differs between ranks 0 and {facts.rank} of the process group ({_said(here)}, {_said(there)}): ranks that "
+                    f"{name} differs between ranks 0 and {facts.rank} of the process group ({said}): ranks that "
                     "share a vocabulary have the same tokens; for tokens of its own give each rank the whole weight and no process_group"
                 )
     starts = _starts(everyone)
