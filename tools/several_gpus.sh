@@ -57,7 +57,7 @@ worker tensor_parallel_property 270 &
     worker pipeline 60
     worker tensor_parallel_docs 40
     worker tensor_parallel_layouts 40
-    worker tensor_parallel_direct 60
+    worker tensor_parallel_direct 120
 } &
 wait
 worker tensor_parallel_receive 90
