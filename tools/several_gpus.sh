@@ -58,6 +58,7 @@ worker tensor_parallel_property 270 &
     worker tensor_parallel_docs 40
     worker tensor_parallel_layouts 40
     worker tensor_parallel_direct 120
+    worker tensor_parallel_direct_ways 60
 } &
 wait
 worker tensor_parallel_receive 90

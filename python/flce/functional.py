@@ -77,8 +77,8 @@ class _Given:
     def moves_target(self) -> bool:
         return type(self.shift) is not int or self.shift != 0 or self.cu_seqlens is not None
 
-    def run(self, hidden: Tensor, target: Tensor, **more: Any) -> Any:
-        """`more`: options of the function itself."""
+    def run(self, hidden: Tensor, target: Tensor, *, remembers: bool = False, **more: Any) -> Any:
+        """`more`: options of the function itself. `remembers`: the function asks `_call.again` first, with all that it was given."""
         if self.moves_target():
             target = targets_of(target, self.shift, ignore_index=self.ignore_index, cu_seqlens=self.cu_seqlens)
         options = call_options(**self.options, **more)
@@ -88,7 +88,8 @@ class _Given:
             made = _call.run(hidden, self.weight, target, options, **self.tensors)
         else:
             made = _sharded_call.run(self.parallel, hidden, self.weight, target, options, **self.tensors)
-        self._remember(options)
+        if remembers:
+            self._remember(options)
         return made
 
     def _remember(self, options: CallOptions) -> None:
@@ -237,7 +238,7 @@ def linear_cross_entropy(hidden: Any, weight: _Head, target: Any, **options: Any
         raise errors.ArgumentError("loss_weights is given and hidden is one tensor; it has a number for each of several hidden states")
     given = _Given("cross_entropy", weight, options)
     check_one_divisor(given.tensors.get("num_valid_tokens"), given.tensors.get("class_weight"), options.get("z_loss"))
-    return given.run(hidden, target, return_loss=True)
+    return given.run(hidden, target, remembers=True, return_loss=True)
 
 
 def cross_entropy_of_groups(hidden: Tensor, weight: Tensor, target: Tensor, groups: tuple[Tensor, Tensor] | None, **options: Any) -> Any:
@@ -305,7 +306,7 @@ def linear_logprobs(hidden: Tensor, weight: _Head, target: Tensor, **options: An
     value = None if torch.compiler.is_compiling() else _call.again("logprobs", options, hidden, weight, target)
     if value is not None:
         return value
-    return _Given("logprobs", weight, options).run(hidden, target, return_logprobs=True, reduction="none")
+    return _Given("logprobs", weight, options).run(hidden, target, remembers=True, return_logprobs=True, reduction="none")
 
 
 @overload

@@ -187,6 +187,20 @@ def test_options_alike_are_read_as_in_a_first_call(device: str, known: dict[str,
     assert outcome() == first
 
 
+@pytest.mark.parametrize("options", [{}, {"softcap": 5.0}], ids=str)
+def test_a_call_behind_several_hidden_states(device: str, options: dict[str, Any]) -> None:
+    """Several hidden states are one call of their own options, which are no caller's."""
+    problem = make_problem(device)
+    parts = list(problem.hidden.detach().chunk(2)), problem.weight, list(problem.target.chunk(2))
+    for _ in range(4):
+        flce.linear_cross_entropy(*parts, **options)
+        flce.linear_cross_entropy(*parts, num_valid_tokens=3.0, **options)
+    hidden = problem.hidden.detach()
+    loss = flce.linear_cross_entropy(hidden, problem.weight, problem.target, **options)
+    _call.forget()
+    assert loss.shape == () and torch.equal(loss, flce.linear_cross_entropy(hidden, problem.weight, problem.target, **options))
+
+
 def test_several_hidden_states_after_a_known_call(device: str) -> None:
     problem = make_problem(device)
     loss = make_direct(problem.hidden, problem.weight, problem.target)

@@ -192,6 +192,34 @@ def test_a_rank_that_left_calls_by_errors(monkeypatch: pytest.MonkeyPatch) -> No
     assert time.monotonic() - begin < 10
 
 
+def test_threads_of_a_rank_share_a_box() -> None:
+    """An exchange is read before the next one begins, whichever thread began it."""
+    boxes = opened(2)
+    with ThreadPoolExecutor(6) as pool:
+        calls = [pool.submit(lambda box: [box.begin([7])() for _ in range(300)], boxes[number % 2]) for number in range(6)]
+        assert all(told == [(7,), (7,)] for call in calls for told in call.result())
+
+
+def test_exchanges_that_nobody_reads() -> None:
+    boxes = opened(2)
+    on_ranks(2, lambda rank: [boxes[rank].begin([number]) for number in range(5)])
+    first, second = on_ranks(2, lambda rank: boxes[rank].begin([rank]))
+    assert on_ranks(2, lambda rank: boxes[rank].tell([10 + rank])) == [[(10,), (11,)]] * 2
+    assert first() == second() == first() == [(0,), (1,)]
+
+
+def test_an_error_is_that_of_its_exchange() -> None:
+    boxes = opened(2, seconds=0.2)
+    heard = boxes[0].begin([1])
+    late = threading.Thread(target=lambda: [boxes[1].tell([1]), boxes[1].tell([2])])
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="rank 1 of the process group has not come"):
+            heard()
+    late.start()
+    assert boxes[0].tell([2]) == [(2,), (2,)]
+    late.join()
+
+
 def test_a_rank_that_lets_go_of_the_group() -> None:
     boxes = opened(2)
     assert on_ranks(2, lambda rank: boxes[rank].tell([rank]))[0] == [(0,), (1,)]

@@ -54,9 +54,14 @@ def test_which_rows_ranks_have(device: str, ranks: int, cases: int) -> None:
     assert passed("tensor_parallel_layouts_worker.py", str(ranks), device) == {ranks: cases}
 
 
-@by_ranks({2: 46, 3: 46, 4: 46})
+@by_ranks({2: 31, 3: 31, 4: 31})
 def test_calls_like_an_earlier_one(device: str, ranks: int, cases: int) -> None:
     assert passed("tensor_parallel_direct_worker.py", str(ranks), device) == {ranks: cases}
+
+
+@by_ranks({2: 16, 3: 16, 4: 16})
+def test_calls_like_an_earlier_one_on_some_ranks(device: str, ranks: int, cases: int) -> None:
+    assert passed("tensor_parallel_direct_ways_worker.py", str(ranks), device) == {ranks: cases}
 
 
 @by_ranks({2: 40, 3: 40})

@@ -22,18 +22,20 @@ from flce.parallel import _layouts, _parallel, _shards
 from flce.parallel._shards import ShardKernel
 
 _is_grad_enabled = torch.is_grad_enabled
+_MOST_OTHERS = 16
 
 
 class DirectShard(_direct.Form):
     """A rank's part of one layer with one set of options, for tensors of one form."""
 
-    __slots__ = ("adds_up_as_made", "latest", "parallel", "without_gradient")
+    __slots__ = ("adds_up_as_made", "latest", "others", "parallel", "without_gradient")
 
     def __init__(self, kernel: _kernels.LoadedKernel, hidden: Tensor, weight: Tensor, target: Tensor, options: CallOptions) -> None:
         super().__init__(kernel, hidden, weight, target, options)
         assert options.parallel is not None
         self.without_gradient, self.parallel = options, options.parallel
         self.latest: _Layout | None = None
+        self.others: dict[tuple[tuple[int, ...], ...], _Layout] = {}  # earlier ones, by every rank's numbers
         # Whether grad_hidden is what the kernels make of it, added up in place.
         self.adds_up_as_made = not self.parallel.sequence and kernel.key.grad_hidden_dtype in (None, hidden.dtype)
 
@@ -62,22 +64,51 @@ class DirectShard(_direct.Form):
         agreements = _layouts.agreements_of(group)
         if latest is not None and latest.agreements is not agreements:
             latest = None  # the group is another one of the same name, or what ranks agreed on has been forgotten
+            self.others.clear()
         agreed = _layouts.agreed_among(agreements, parallel, weight, _shards.layer_of(given)) if latest is None else latest.agreed
         numbers = agreed.numbers(parallel, weight, self.num_tokens)
         heard = _parallel.tell_hosts(group, numbers)
         # The shard is most likely the latest one: its forward does without the other ranks, and the host need not wait for theirs before.
-        launched = None
-        if latest is not None and numbers == latest.numbers and not parallel.sequence:
-            launched = latest.launch(self, given)
+        launched = failure = None
+        if latest is not None and latest.stays and numbers == latest.numbers and not parallel.sequence:
+            try:
+                launched = latest.launch(self, given)
+            except Exception as error:  # the call's if the shard is this one
+                failure = error
         everyone = heard()
-        if latest is None or everyone != latest.everyone:
-            launched = None
-            known = agreed.known(everyone)
-            shard = _layouts.shard_told(agreed, everyone, group, parallel, weight, _shards.tokens_of(given))
-            latest = _Layout(_shards.kernel_of(given, shard), self, agreements, agreed, numbers, everyone)
-            if known is not None:
-                self.latest = latest
-        return latest, latest.launch(self, given) if launched is None else launched
+        if latest is not None and everyone == latest.everyone:
+            latest.stays = True
+            if failure is not None:
+                raise failure
+            return latest, latest.launch(self, given) if launched is None else launched
+        launched = failure = None
+        layout = self._layout(given, agreements, agreed, numbers, everyone)
+        return layout, layout.launch(self, given)
+
+    def _layout(
+        self,
+        given: Inputs,
+        agreements: _layouts.Agreements,
+        agreed: _layouts.Agreed,
+        numbers: tuple[int, ...],
+        everyone: list[tuple[int, ...]],
+    ) -> _Layout:
+        """The layout by numbers that are not the latest one's, which it takes the place of where all ranks know it."""
+        told = tuple(everyone)
+        layout = self.others.pop(told, None)
+        if layout is None:
+            known = agreed.known(everyone) is not None
+            shard = _layouts.shard_told(agreed, everyone, given.group, self.parallel, given.weight, _shards.tokens_of(given))
+            layout = _Layout(_shards.kernel_of(given, shard), self, agreements, agreed, numbers, everyone)
+            if not known:
+                return layout
+        if self.latest is not None and self.latest.agreements is agreements:
+            if len(self.others) >= _MOST_OTHERS:
+                self.others.clear()
+            self.others[tuple(self.latest.everyone)] = self.latest
+            layout.stays = False  # layers may take turns that this rank does not see
+        self.latest = layout
+        return layout
 
 
 _Made = tuple[Tensor, Tensor, _direct.Addresses]  # the output, lse, and where inputs and lse lie
@@ -97,7 +128,7 @@ class _Launched(NamedTuple):
 class _Layout(_direct.Frames):
     """A layout of the layer over ranks, with the kernel of this rank's shard."""
 
-    __slots__ = ("agreed", "agreements", "everyone", "numbers")
+    __slots__ = ("agreed", "agreements", "everyone", "numbers", "stays")
     kernel: ShardKernel
 
     def __init__(
@@ -112,6 +143,7 @@ class _Layout(_direct.Frames):
         super().__init__(kernel, form)
         self.agreements, self.agreed = agreements, agreed  # all of the group's, and this layer's among them
         self.numbers, self.everyone = numbers, everyone  # by which ranks know the layout without a further question
+        self.stays = True  # whether the next call is most likely of this layout, too
 
     def launch(self, form: DirectShard, given: Inputs) -> _Launched:
         kernel = self.kernel

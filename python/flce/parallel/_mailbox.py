@@ -2,12 +2,12 @@
 
 A rank has two slots, for exchanges of even and of odd number. It writes its numbers into one of them and reads everyone's. A rank that is
 ahead has at most begun the next exchange, in the other slots: that one ends when all ranks have come, and so has this one by then. A rank
-that left an exchange by an error may be further ahead; the others are told so in the place of its numbers.
+that left an exchange by an error may be further ahead; the others are told so in the place of its numbers. An exchange is begun and then
+read, which leaves the rank time for other work; of several threads none begins the next one before that.
 """
 
 from __future__ import annotations
 
-import functools
 import mmap
 import os
 import struct
@@ -37,24 +37,28 @@ class Mailbox:
         self._process = os.getpid()
         self._lock = threading.Lock()
         self._number = 0
+        self._begun: _Exchange | None = None  # whose numbers are yet to be read
 
     def tell(self, numbers: Sequence[int]) -> list[tuple[int, ...]]:
         """`begin`, and what the others have told."""
         return self.begin(numbers)()
 
     def begin(self, numbers: Sequence[int]) -> Callable[[], list[tuple[int, ...]]]:
-        """Tells the others this rank's numbers of 64 bits, at most MOST. Returns the function that waits for theirs, to be called once:
-        every rank's numbers, in the order of ranks. Raises RuntimeError where a rank has ended or let go of the group, does not come in the
-        group's time, left an earlier call by an error, or tells another count of numbers; and in a fork."""
+        """Tells the others this rank's numbers of 64 bits, at most MOST. Returns the function that waits for theirs: every rank's numbers,
+        in the order of ranks. Raises RuntimeError where a rank has ended or let go of the group, does not come in the group's time, left an
+        earlier call by an error, or tells another count of numbers; and in a fork."""
         if os.getpid() != self._process:
             raise RuntimeError("this process is a fork of a rank of the process group; the rank itself makes the call")
         packed = struct.pack(f"<{len(numbers)}q", *numbers)
         with self._lock:
+            if self._begun is not None:  # another thread's, or one that an error has left: the slot after next is that one's
+                self._begun.settle()
             number = self._number = self._number + 1
             at = self._slot(self._rank, number)
             self._memory[at + _HEAD.size : at + _HEAD.size + len(packed)] = packed
             _HEAD.pack_into(self._memory, at, number, len(numbers), _checksum(number, len(numbers), packed))
-        return functools.partial(self._everyone, number, struct.unpack(f"<{len(numbers)}q", packed))
+            begun = self._begun = _Exchange(self, number, struct.unpack(f"<{len(numbers)}q", packed))
+        return begun
 
     def _everyone(self, number: int, mine: tuple[int, ...]) -> list[tuple[int, ...]]:
         return [mine if rank == self._rank else self._read(rank, number, len(mine)) for rank in range(len(self._processes))]
@@ -118,6 +122,35 @@ class Mailbox:
         """The number of the exchange in whose place the rank's numbers of exchange `number` will be."""
         there: int = _HEAD.unpack_from(self._memory, self._slot(rank, number))[0]
         return there
+
+
+class _Exchange:
+    """An exchange that this rank has begun. It is read before the next one begins, by whoever comes first."""
+
+    __slots__ = ("_box", "_error", "_everyone", "_mine", "_number")
+
+    def __init__(self, box: Mailbox, number: int, mine: tuple[int, ...]) -> None:
+        self._box, self._number, self._mine = box, number, mine
+        self._everyone: list[tuple[int, ...]] | None = None
+        self._error: RuntimeError | None = None
+
+    def __call__(self) -> list[tuple[int, ...]]:
+        with self._box._lock:
+            self.settle()
+        if self._error is not None:
+            raise self._error
+        assert self._everyone is not None
+        return self._everyone
+
+    def settle(self) -> None:
+        """Reads every rank's numbers, or takes note of the error. Mailbox._lock is held."""
+        if self._box._begun is not self:
+            return
+        try:
+            self._everyone = self._box._everyone(self._number, self._mine)
+        except RuntimeError as error:
+            self._error = error
+        self._box._begun = None
 
 
 def _checksum(number: int, count: int, packed: bytes) -> int:
