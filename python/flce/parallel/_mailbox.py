@@ -37,7 +37,7 @@ class Mailbox:
         self._process = os.getpid()
         self._lock = threading.Lock()
         self._number = 0
-        self._begun: _Exchange | None = None  # whose numbers are yet to be read
+        self._begun: _Exchange | None = None  # exchange whose numbers are yet to be read
 
     def tell(self, numbers: Sequence[int]) -> list[tuple[int, ...]]:
         """`begin`, and what the others have told."""
