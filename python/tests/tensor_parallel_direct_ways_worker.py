@@ -16,7 +16,7 @@ from torch import Tensor
 
 import flce
 from flce.call import _call
-from flce.core import _kernels
+from flce.core import _autograd, _kernels
 from flce.parallel import _layouts, _shards
 
 
@@ -152,6 +152,17 @@ def failing_launch() -> None:
     same(right, call.step())
 
 
+def another_size() -> None:
+    """A group that has another size than when the call was read, as that of a mesh has where the world was made again."""
+    call = Call()
+    value, *gradients = [call.step() for _ in range(3)][-1]
+    form = _autograd.python_node(value).call[0]
+    form.parallel = form.parallel._replace(ranks=form.parallel.ranks + 1)
+    made = call.step()
+    assert not is_direct(made[0])
+    same((value, *gradients), made)
+
+
 def forgotten(on_all: bool) -> None:
     """Facts that one rank or all of them have forgotten are asked for again, once; calls stay direct."""
     call = Call()
@@ -186,6 +197,7 @@ CASES: list[tuple[Any, ...]] = [
     *((refused_on_one, change) for change in ("options", "fewer tokens", "vocab_start", "dtype")),
     (grown_on_one,),
     (failing_launch,),
+    (another_size,),
     *((forgotten, on_all) for on_all in (False, True)),
     (gone,),
 ]

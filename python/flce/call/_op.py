@@ -370,7 +370,8 @@ def _forward_kernel(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     made = new_made(kernel, given, given.target.shape)
     saved = kernel.forward(given, *made.as_written(given))
     if given.options.parallel is not None:
-        setattr(saved, _SHARD, kernel.of[0])
+        shard, _ = kernel.of
+        setattr(saved, _SHARD, shard)
     return made.values, saved, given.hidden.new_empty(0, dtype=torch.int64) if made.top1 is None else made.top1
 
 

@@ -1,8 +1,8 @@
 """Calls over ranks like an earlier one: `_direct.DirectCall` for a weight whose classes lie over a group's ranks.
 
 The arguments were checked in an earlier call, and the layer was agreed on. Ranks still tell each other their numbers, once in each forward
-and whichever way each of them goes: no rank knows whether another one's call is a known one, too. What they have told says which shard this
-rank has, or that they have to ask each other further; from there on this is the call that it always was.
+and whichever way each of them goes: no rank knows whether another one's call is a known one, too. A rank launches its shard's forward by
+the latest layout before it waits for the others' numbers. These confirm the layout, or say another one, or that ranks have to ask further.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from flce.parallel import _layouts, _parallel, _shards
 from flce.parallel._shards import ShardKernel
 
 _is_grad_enabled = torch.is_grad_enabled
-_MOST_OTHERS = 16
+_MOST_EARLIER = 16  # layouts of a form beside the latest one
 
 
 class DirectShard(_direct.Form):
     """A rank's part of one layer with one set of options, for tensors of one form."""
 
-    __slots__ = ("adds_up_as_made", "latest", "others", "parallel", "without_gradient")
+    __slots__ = ("earlier", "latest", "parallel", "sums_in_place", "without_gradient")
 
     def __init__(self, kernel: _kernels.LoadedKernel, hidden: Tensor, weight: Tensor, target: Tensor, options: CallOptions) -> None:
         super().__init__(kernel, hidden, weight, target, options)
         assert options.parallel is not None
         self.without_gradient, self.parallel = options, options.parallel
         self.latest: _Layout | None = None
-        self.others: dict[tuple[tuple[int, ...], ...], _Layout] = {}  # earlier ones, by every rank's numbers
-        # Whether grad_hidden is what the kernels make of it, added up in place.
-        self.adds_up_as_made = not self.parallel.sequence and kernel.key.grad_hidden_dtype in (None, hidden.dtype)
+        self.earlier: dict[tuple[tuple[int, ...], ...], _Layout] = {}  # by every rank's numbers
+        # Whether ranks' parts of grad_hidden are added up where the kernels make them.
+        self.sums_in_place = not self.parallel.sequence and kernel.key.grad_hidden_dtype in (None, hidden.dtype)
 
     def value(self, hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor | None:
         if not self.matches(hidden, weight, target):
@@ -45,8 +45,10 @@ class DirectShard(_direct.Form):
         differentiable = self.requires_grad and _is_grad_enabled()
         if not differentiable and forward_ad._current_level >= 0:
             return None
-        # From here on there is no other way: ranks tell each other their numbers once.
         group = self.parallel.resolved()
+        if group.size() != self.parallel.ranks:
+            return None  # a mesh of a world that was made again
+        # From here on there is no other way: ranks tell each other their numbers once.
         if self.reshapes:
             hidden, target = hidden.view(self.hidden_shape), target.view(self.target_shape)
         given = Inputs(hidden, weight, target, self.options if differentiable else self.without_gradient, group=group)
@@ -62,53 +64,55 @@ class DirectShard(_direct.Form):
         rank."""
         latest, group, weight, parallel = self.latest, given.group, given.weight, self.parallel
         agreements = _layouts.agreements_of(group)
-        if latest is not None and latest.agreements is not agreements:
-            latest = None  # the group is another one of the same name, or what ranks agreed on has been forgotten
-            self.others.clear()
-        agreed = _layouts.agreed_among(agreements, parallel, weight, _shards.layer_of(given)) if latest is None else latest.agreed
+        if latest is not None and latest.told.agreements is not agreements:
+            latest = self.latest = None  # the group is another one of the same name, or what ranks agreed on has been forgotten
+            self.earlier.clear()
+        agreed = _layouts.agreed_among(agreements, parallel, weight, _shards.layer_of(given)) if latest is None else latest.told.agreed
         numbers = agreed.numbers(parallel, weight, self.num_tokens)
         heard = _parallel.tell_hosts(group, numbers)
         # The shard is most likely the latest one: its forward does without the other ranks, and the host need not wait for theirs before.
         launched = failure = None
-        if latest is not None and latest.stays and numbers == latest.numbers and not parallel.sequence:
+        if latest is not None and latest.stays and numbers == latest.told.numbers and not parallel.sequence:
             try:
                 launched = latest.launch(self, given)
-            except Exception as error:  # the call's if the shard is this one
+            except Exception as error:  # an error of this call only where ranks confirm the layout
                 failure = error
         everyone = heard()
-        if latest is not None and everyone == latest.everyone:
+        if latest is not None and everyone == latest.told.everyone:
             latest.stays = True
             if failure is not None:
                 raise failure
             return latest, latest.launch(self, given) if launched is None else launched
         launched = failure = None
-        layout = self._layout(given, agreements, agreed, numbers, everyone)
+        layout = self._layout(given, _Told(agreements, agreed, numbers, everyone))
         return layout, layout.launch(self, given)
 
-    def _layout(
-        self,
-        given: Inputs,
-        agreements: _layouts.Agreements,
-        agreed: _layouts.Agreed,
-        numbers: tuple[int, ...],
-        everyone: list[tuple[int, ...]],
-    ) -> _Layout:
+    def _layout(self, given: Inputs, told: _Told) -> _Layout:
         """The layout by numbers that are not the latest one's, which it takes the place of where all ranks know it."""
-        told = tuple(everyone)
-        layout = self.others.pop(told, None)
+        latest, everyone = self.latest, told.everyone
+        layout = self.earlier.pop(tuple(everyone), None)
         if layout is None:
-            known = agreed.known(everyone) is not None
-            shard = _layouts.shard_told(agreed, everyone, given.group, self.parallel, given.weight, _shards.tokens_of(given))
-            layout = _Layout(_shards.kernel_of(given, shard), self, agreements, agreed, numbers, everyone)
+            known = told.agreed.known(everyone) is not None
+            shard = _layouts.shard_told(told.agreed, everyone, given.group, self.parallel, given.weight, _shards.tokens_of(given))
+            layout = _Layout(_shards.kernel_of(given, shard), self, told)
             if not known:
                 return layout
-        if self.latest is not None and self.latest.agreements is agreements:
-            if len(self.others) >= _MOST_OTHERS:
-                self.others.clear()
-            self.others[tuple(self.latest.everyone)] = self.latest
+        if latest is not None:
+            if len(self.earlier) >= _MOST_EARLIER:
+                self.earlier.clear()
+            self.earlier[tuple(latest.told.everyone)] = latest
             layout.stays = False  # layers may take turns that this rank does not see
         self.latest = layout
         return layout
+
+
+class _Told(NamedTuple):
+    """Numbers by which ranks know a layout without a further question."""
+
+    agreements: _layouts.Agreements  # all of the group's
+    agreed: _layouts.Agreed  # the layer's among them
+    numbers: tuple[int, ...]  # this rank's
+    everyone: list[tuple[int, ...]]
 
 
 _Made = tuple[Tensor, Tensor, _direct.Addresses]  # the output, lse, and where inputs and lse lie
@@ -128,21 +132,12 @@ class _Launched(NamedTuple):
 class _Layout(_direct.Frames):
     """A layout of the layer over ranks, with the kernel of this rank's shard."""
 
-    __slots__ = ("agreed", "agreements", "everyone", "numbers", "stays")
+    __slots__ = ("stays", "told")
     kernel: ShardKernel
 
-    def __init__(
-        self,
-        kernel: ShardKernel,
-        form: DirectShard,
-        agreements: _layouts.Agreements,
-        agreed: _layouts.Agreed,
-        numbers: tuple[int, ...],
-        everyone: list[tuple[int, ...]],
-    ) -> None:
+    def __init__(self, kernel: ShardKernel, form: DirectShard, told: _Told) -> None:
         super().__init__(kernel, form)
-        self.agreements, self.agreed = agreements, agreed  # all of the group's, and this layer's among them
-        self.numbers, self.everyone = numbers, everyone  # by which ranks know the layout without a further question
+        self.told = told
         self.stays = True  # whether the next call is most likely of this layout, too
 
     def launch(self, form: DirectShard, given: Inputs) -> _Launched:
@@ -225,7 +220,7 @@ class LinearCrossEntropyDirectShard(torch.autograd.Function):
         if not form.matches_backward(addresses, grad_values, saved, hidden, weight, target) or _is_grad_enabled():
             gradients = _direct.backward_of_any_form(layout.kernel, given, saved, grad_values, wanted, filled=filled)
         else:
-            way = layout.of_backward if form.adds_up_as_made else None
+            way = layout.of_backward if form.sums_in_place else None
             gradients = _op.gradients_of(layout.kernel, given, saved, grad_values, wanted, filled=filled, backward=way)[:2]
         return *gradients, None, None, None, None
 

@@ -51,7 +51,7 @@ class Mailbox:
             raise RuntimeError("this process is a fork of a rank of the process group; the rank itself makes the call")
         packed = struct.pack(f"<{len(numbers)}q", *numbers)
         with self._lock:
-            if self._begun is not None:  # another thread's, or one that an error has left: the slot after next is that one's
+            if self._begun is not None:  # an exchange of another thread, or one that was left by an error
                 self._begun.settle()
             number = self._number = self._number + 1
             at = self._slot(self._rank, number)
@@ -125,7 +125,8 @@ class Mailbox:
 
 
 class _Exchange:
-    """An exchange that this rank has begun. It is read before the next one begins, by whoever comes first."""
+    """Exchange whose numbers this rank has told. A call of it waits for the others'. Where nobody has called it `Mailbox.begin` does: the
+    exchange after the next one has the same slots."""
 
     __slots__ = ("_box", "_error", "_everyone", "_mine", "_number")
 
